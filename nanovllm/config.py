@@ -1,0 +1,192 @@
+"""Config: every option of the engine with its check; ModelConfig: what a `config.json` says."""
+
+import json
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from nanovllm.errors import CheckpointError, reject_unknown
+
+DTYPES = ("bfloat16", "float16", "float32")
+_CHOICES = {
+    "device": ("auto", "cuda", "cpu"),
+    "dtype": ("auto", *DTYPES),
+    "attention_backend": ("auto", "flash_attn", "triton", "torch"),
+    "load_format": ("auto", "dummy"),
+}
+
+
+@dataclass(slots=True)
+class ModelConfig:
+    """The fields of `config.json` that inference needs, checked; sizes are of the whole model."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    dtype: str
+    rope: dict[str, Any]
+    """`rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings."""
+    eos_token_ids: list[int]
+    """Union of the ids in `config.json` and `generation_config.json`, ascending."""
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelConfig":
+        """Read `config.json` (and `generation_config.json`); raises `CheckpointError` on a bad one."""
+        raw = _read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        generation = _read_json(generation_path) if generation_path.is_file() else {}
+
+        def need(name: str, kind: type = int) -> Any:
+            value = raw.get(name)
+            if not isinstance(value, kind) or (kind is int and value <= 0):
+                raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be a {kind.__name__} > 0")
+            return value
+
+        architectures = raw.get("architectures")
+        if not isinstance(architectures, list) or not architectures:
+            raise CheckpointError(f"{folder / 'config.json'}: 'architectures' is missing, the model class is unknown")
+        for name, accepted in (("quantization_config", None), ("hidden_act", "silu"), ("use_sliding_window", False)):
+            if raw.get(name, accepted) not in (accepted, None):
+                raise CheckpointError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not supported")
+        heads = need("num_attention_heads")
+        kv_heads = raw.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise CheckpointError(f"{heads} attention heads cannot be grouped over {kv_heads} key/value heads")
+        hidden_size = need("hidden_size")
+        return cls(
+            architecture=architectures[0],
+            vocab_size=need("vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=need("intermediate_size"),
+            num_hidden_layers=need("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=raw.get("head_dim") or hidden_size // heads,
+            max_position_embeddings=need("max_position_embeddings"),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            dtype=_checkpoint_dtype(raw),
+            rope=_rope_settings(raw, folder),
+            eos_token_ids=sorted(set(_id_list(raw)) | set(_id_list(generation))),
+        )
+
+
+@dataclass(slots=True)
+class Config:
+    """Options of an engine; `Config.create(model, **options)` checks them and reads the model's files.
+
+    Lengths are in tokens. `max_model_len` ends up as the smaller of the option and the model's own
+    limit; `device` and `dtype` are resolved when the engine is built.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    max_model_len: int = 4096
+    max_num_seqs: int = 512
+    max_num_batched_tokens: int = 16384
+    gpu_memory_utilization: float = 0.9
+    kvcache_block_size: int = 256
+    num_kvcache_blocks: int = -1
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    enforce_eager: bool = False
+    async_scheduling: bool = True
+    attention_backend: str = "auto"
+    load_format: str = "auto"
+    seed: int = 0
+    hf: ModelConfig = field(init=False)
+
+    @classmethod
+    def create(cls, model: str, **options: Any) -> "Config":
+        """Check every option by name, type and range, then read the model's config."""
+        names = [f.name for f in fields(cls) if f.init and f.name != "model"]
+        reject_unknown("LLM", options, names)
+        return cls(model, **options)
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                self._fail(name, f"one of {', '.join(choices)}")
+        self._check_int("max_model_len", 1)
+        self._check_int("max_num_seqs", 1)
+        self._check_int("max_num_batched_tokens", 1)
+        self._check_int("tensor_parallel_size", 1, 8)
+        self._check_int("seed", -(2**63), 2**63 - 1)
+        self._check_int("kvcache_block_size", 16)
+        if self.kvcache_block_size % 16:
+            self._fail("kvcache_block_size", "a multiple of 16")
+        if self.num_kvcache_blocks != -1:
+            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
+            self._fail("gpu_memory_utilization", "a number in (0, 1]")
+        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool):
+                self._fail(name, "True or False")
+        folder = Path(self.model)
+        if not folder.is_dir():
+            raise ValueError(
+                f"model={self.model!r}: must be a local folder with config.json, *.safetensors and a tokenizer; "
+                f"download a hub model first, e.g. `hf download {self.model} --local-dir ./model`, and pass ./model"
+            )
+        self.hf = ModelConfig.from_folder(folder)
+        self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
+
+    def _fail(self, name: str, allowed: str) -> None:
+        raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
+
+    def _check_int(self, name: str, low: int, high: int | None = None, allowed: str = "") -> None:
+        value = getattr(self, name)
+        allowed = allowed or (f"an integer >= {low}" if high is None else f"an integer in {low}..{high}")
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            self._fail(name, allowed)
+        if value < low or (high is not None and value > high):
+            self._fail(name, allowed)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object")
+    return content
+
+
+def _checkpoint_dtype(raw: dict[str, Any]) -> str:
+    # transformers 5 writes "dtype", 4 wrote "torch_dtype"
+    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return dtype if dtype in DTYPES else "float32"
+
+
+def _rope_settings(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One dict from transformers 5's `rope_parameters` or 4's `rope_theta` and `rope_scaling`."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
+    if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
+        raise CheckpointError(
+            f"{folder / 'config.json'}: rope_type={rope['rope_type']!r} is not supported "
+            "(default, linear, llama3 and yarn are)"
+        )
+    return rope
+
+
+def _id_list(raw: dict[str, Any]) -> list[int]:
+    ids = raw.get("eos_token_id")
+    return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]

@@ -1,0 +1,157 @@
+"""BlockManager: which KV blocks a sequence owns and which it can share; ids only, no tensors.
+
+A full block is content-addressed by a chained hash, so a prompt finds the blocks of its prefix. A hit
+also compares the ids and the identity of the parent's content: a hash collision is a miss, never a
+wrong hit. Freed blocks keep their content until they are reused, least recently used first.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+class Block:
+    """One physical block. `content_id` names the exact prefix it ends (0: no hashed content)."""
+
+    __slots__ = ("ref_count", "hash", "ids", "parent_id", "content_id")
+
+    def __init__(self) -> None:
+        self.ref_count = 0
+        self.hash = 0
+        self.ids = b""
+        self.parent_id = 0
+        self.content_id = 0
+
+
+class BlockManager:
+    """Owner of `num_blocks` blocks of `block_size` tokens.
+
+    Invariant: a block is in `free` exactly when its reference count is 0, and the reference count is
+    the number of block tables that hold it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.blocks = [Block() for _ in range(num_blocks)]
+        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.cached: dict[int, int] = {}  # chained hash -> the block that holds this content
+        self.next_content_id = 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.free)
+
+    def clear_cache(self) -> None:
+        """Forget all content, for when a failed step may have left K/V unwritten."""
+        self.cached.clear()
+        for block in self.blocks:
+            block.content_id = 0
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The cached blocks of the longest known prefix; at least one token stays to be computed."""
+        if not self.enable_prefix_caching:
+            return []
+        self._hash_blocks(seq)
+        found: list[int] = []
+        parent_id = 0
+        for digest, ids in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
+            block_id = self._lookup(digest, ids, parent_id)
+            if block_id is None:
+                break
+            found.append(block_id)
+            parent_id = self.blocks[block_id].content_id
+        return found
+
+    def num_free_after(self, prefix: list[int], num_tokens: int) -> int:
+        """Free blocks left (negative: missing) once a sequence of `num_tokens` behind `prefix` has its blocks."""
+        revived = sum(1 for block_id in prefix if self.blocks[block_id].ref_count == 0)
+        return len(self.free) - revived - (-(-num_tokens // self.block_size) - len(prefix))
+
+    def allocate(self, seq: Sequence, prefix: list[int]) -> None:
+        """Give `seq` the shared blocks of `prefix` and fresh ones for all of its tokens."""
+        for block_id in prefix:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                del self.free[block_id]
+            block.ref_count += 1
+        seq.block_table = list(prefix)
+        seq.num_registered_blocks = len(prefix)
+        seq.num_cached_tokens = len(prefix) * self.block_size
+        for _ in range(seq.num_blocks - len(prefix)):
+            self.append_block(seq)
+
+    def append_block(self, seq: Sequence) -> int:
+        """Add the least recently used free block to the table of `seq`; `KeyError` if none is free."""
+        block_id, _ = self.free.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.content_id:
+            if self.cached.get(block.hash) == block_id:
+                del self.cached[block.hash]
+            block.content_id = 0
+        block.ref_count = 1
+        seq.block_table.append(block_id)
+        return block_id
+
+    def register(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the full blocks among the first `num_tokens` tokens findable.
+
+        Their K/V must be written by a step that has been scheduled: a later launch reads them in
+        stream order, and within one step a layer stores all K/V before it attends.
+        """
+        if not self.enable_prefix_caching:
+            return
+        full = num_tokens // self.block_size
+        if seq.num_registered_blocks >= full:
+            return
+        self._hash_blocks(seq)
+        for i in range(seq.num_registered_blocks, full):
+            digest, ids = seq.block_hashes[i]
+            block_id = seq.block_table[i]
+            block = self.blocks[block_id]
+            block.hash, block.ids = digest, ids
+            block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else 0
+            twin = self._lookup(digest, ids, block.parent_id)
+            if twin is not None:
+                block.content_id = self.blocks[twin].content_id
+            else:
+                block.content_id = self.next_content_id
+                self.next_content_id += 1
+                self.cached[digest] = block_id
+        seq.num_registered_blocks = full
+
+    def release(self, seq: Sequence) -> None:
+        """Take all blocks from `seq`, tail first, so that the start of a prefix is evicted last."""
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                self.free[block_id] = None
+                if not block.content_id:
+                    self.free.move_to_end(block_id, last=False)
+        seq.block_table = []
+        seq.num_registered_blocks = 0
+        seq.num_cached_tokens = 0
+
+    def _lookup(self, digest: int, ids: bytes, parent_id: int) -> int | None:
+        block_id = self.cached.get(digest)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        return block_id if block.ids == ids and block.parent_id == parent_id else None
+
+    def _hash_blocks(self, seq: Sequence) -> None:
+        """Extend `seq.block_hashes` to all full blocks: xxh64(parent hash ‖ ids)."""
+        done, full = len(seq.block_hashes), seq.num_tokens // self.block_size
+        if done >= full:
+            return
+        size = self.block_size
+        ids = np.array(seq.token_ids[done * size : full * size], dtype=np.int32)
+        digest = seq.block_hashes[-1][0] if done else 0
+        for i in range(full - done):
+            content = ids[i * size : (i + 1) * size].tobytes()
+            digest = xxhash.xxh64_intdigest(digest.to_bytes(8, "little") + content)
+            seq.block_hashes.append((digest, content))

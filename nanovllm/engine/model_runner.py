@@ -1,0 +1,342 @@
+"""ModelRunner: device memory, the inputs of a step, CUDA graphs, one forward pass with sampling.
+
+It knows the sequences of the step it runs and nothing of requests, queues or text. On a GPU `launch`
+returns while the step runs; the ids stay on the device for the next step and come to the host through
+a pinned buffer and an event. A CPU runs the same code without graphs.
+"""
+
+import os
+from collections.abc import Iterator
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.slots import Slots
+from nanovllm.errors import OutOfMemoryError
+from nanovllm.kernels.step_inputs import decode_inputs
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import make_backend
+from nanovllm.layers.sampler import Sampler
+from nanovllm.models import model_class
+from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.context import Context
+from nanovllm.utils.packing import to_device
+from nanovllm.utils.parallel import Parallel
+
+# Without a limit by option, the KV cache of a CPU takes at most this much.
+MAX_CPU_CACHE_BYTES = 4 << 30
+
+
+class PendingIds:
+    """The sampled ids of a launched step; `tolist` waits for them."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.event = None
+        self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=ids.is_cuda)
+        self.ids.copy_(ids, non_blocking=True)
+        if ids.is_cuda:
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def tolist(self) -> list[int]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.ids.tolist()
+
+
+class ModelRunner:
+    """One rank: its model, its share of the KV cache, the slots and the graphs.
+
+    Raises `CheckpointError` for a model folder that cannot be used, `OutOfMemoryError` if the device
+    is too small; in both cases nothing of the process's state has changed.
+    """
+
+    def __init__(self, config: Config, parallel: Parallel | None = None) -> None:
+        self.config, self.parallel = config, parallel or Parallel()
+        self.device = _pick_device(config.device)
+        self.is_cuda = self.device.type == "cuda"
+        self.dtype = _pick_dtype(config, self.device)
+        self.backend = make_backend(config.attention_backend, self.device, config.kvcache_block_size)
+        try:
+            self._build()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"the {self.dtype} model and its activations do not fit the device ({error}); lower "
+                "max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+            ) from error
+
+    @torch.inference_mode()
+    def _build(self) -> None:
+        config, hf = self.config, self.config.hf
+        self.model = model_class(hf.architecture)(hf, config.max_model_len, self.parallel, self.dtype, self.device)
+        if config.load_format == "dummy":
+            for parameter in self.model.parameters():
+                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+        else:
+            self.model.load(Checkpoint(config.model))
+        self.sampler = Sampler(self.parallel, self.model.lm_head.start)
+        max_blocks = -(-config.max_model_len // config.kvcache_block_size)
+        self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
+        self.rows_on_device: list[int] = []
+        n = config.max_num_seqs
+        self.rows, self.slot_mapping, self.context_lens = (
+            torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(3)
+        )
+        self.input_ids, self.positions, self.token_ids = (
+            torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
+        )
+        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.graph_sizes = _graph_sizes(n) if self.is_cuda and not config.enforce_eager else []
+        self.num_kvcache_blocks = self._count_blocks()
+        self._allocate_cache(self.num_kvcache_blocks)
+        self._capture(self.graph_sizes)
+
+    def exit(self) -> None:
+        """Free the device memory; the runner cannot be used afterwards."""
+        self.graphs.clear()
+        for layer in self._attention_layers():
+            layer.k_cache = layer.v_cache = torch.empty(0)
+        del self.model, self.slots
+        if self.is_cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # One step
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> PendingIds:
+        """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
+        return PendingIds(self._prefill(batch) if batch.is_prefill else self._decode(batch))
+
+    def _prefill(self, batch: Batch) -> torch.Tensor:
+        seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
+        starts = [seq.num_cached_tokens for seq in seqs]
+        query_lens = [seq.num_scheduled_tokens for seq in seqs]
+        key_lens = [start + length for start, length in zip(starts, query_lens)]
+        positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
+        tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
+        padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
+        for row, table in zip(padded_tables, tables):
+            row[: len(table)] = table
+        cu_seqlens = np.array([0, *accumulate(query_lens)], dtype=np.int32)
+        (
+            seeds, input_ids, position_ids, slot_mapping, rows, context_lens, cu_seqlens_q, last, temperatures, tables_,
+        ) = to_device(
+            [
+                np.array([seq.seed for seq in seqs], dtype=np.int64),
+                np.concatenate([np.array(s.token_ids[a:b], dtype=np.int32) for s, a, b in zip(seqs, starts, key_lens)]),
+                np.concatenate(positions),
+                np.concatenate([t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]),
+                np.array([seq.slot for seq in seqs], dtype=np.int32),
+                np.array(key_lens, dtype=np.int32),
+                cu_seqlens,
+                cu_seqlens[1 : n + 1] - 1,
+                np.array([seq.temperature for seq in seqs], dtype=np.float32),
+                padded_tables,
+            ],
+            self.device,
+        )  # fmt: skip
+        slots = self.slots
+        slots.block_tables[rows, : tables_.shape[1]] = tables_
+        slots.context_lens[rows] = context_lens
+        slots.temperatures[rows] = temperatures
+        slots.seeds[rows] = seeds
+        context = Context(
+            True, position_ids, slot_mapping, slots.block_tables, rows, context_lens, cu_seqlens_q, query_lens, key_lens
+        )
+        hidden = self.model(input_ids, context)
+        if not n:
+            return rows[:0].long()
+        logits = self.model.compute_logits(hidden[last])
+        self._mask_early_stops(logits, batch)
+        ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
+        slots.last_tokens[rows[:n]] = ids
+        return ids
+
+    def _decode(self, batch: Batch) -> torch.Tensor:
+        n = len(batch.seqs)
+        size = next((s for s in self.graph_sizes if s >= n), n)
+        rows = [seq.slot for seq in batch.seqs] + [self.slots.padding_row] * (size - n)
+        arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
+        if rows != self.rows_on_device:
+            self.rows_on_device = rows
+            arrays.append(np.array(rows, dtype=np.int32))
+        if len(arrays) > 1 or batch.new_blocks:
+            (slot, index, block_id), *new_rows = to_device(arrays, self.device)
+            self.slots.block_tables[slot, index] = block_id
+            for tensor in new_rows:
+                self.rows[:size] = tensor
+        if size in self.graphs:
+            graph, logits = self.graphs[size]
+            graph.replay()
+        else:
+            logits = self._decode_step(n, [seq.num_cached_tokens + 1 for seq in batch.seqs])
+        if self._mask_early_stops(logits, batch):
+            self._sample_into_slots(logits, size)
+        return self.token_ids[:n]
+
+    def _decode_step(self, n: int, key_lens: list[int] | None = None) -> torch.Tensor:
+        """Decode the sequences in `rows[:n]` from ids to sampled ids, all of it on the device; returns the logits."""
+        slots = self.slots
+        inputs = (self.input_ids[:n], self.positions[:n], self.slot_mapping[:n], self.context_lens[:n])
+        decode_inputs(
+            self.rows[:n], slots.last_tokens, slots.context_lens, slots.block_tables,
+            self.config.kvcache_block_size, *inputs,
+        )  # fmt: skip
+        input_ids, positions, slot_mapping, context_lens = inputs
+        context = Context(
+            False, positions, slot_mapping, slots.block_tables, self.rows[:n], context_lens, key_lens=key_lens
+        )
+        logits = self.model.compute_logits(self.model(input_ids, context))
+        self._sample_into_slots(logits, n)
+        return logits
+
+    def _sample_into_slots(self, logits: torch.Tensor, n: int) -> None:
+        rows, slots = self.rows[:n], self.slots
+        ids = self.sampler(logits, slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
+        self.token_ids[:n] = ids
+        slots.last_tokens[rows] = ids
+
+    def _mask_early_stops(self, logits: torch.Tensor, batch: Batch) -> bool:
+        """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
+        start = self.sampler.vocab_start
+        masked = [
+            (i, stop_id - start)
+            for i, seq in enumerate(batch.seqs[: batch.num_sampled])
+            if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
+            for stop_id in seq.stop_ids
+            if 0 <= stop_id - start < logits.shape[1]
+        ]
+        if masked:
+            row, column = to_device([np.array(masked, dtype=np.int32).T], logits.device)[0]
+            logits[row, column] = -torch.inf
+        return bool(masked)
+
+    # Memory and graphs
+
+    def _attention_layers(self) -> Iterator[Attention]:
+        return (m for m in self.model.modules() if isinstance(m, Attention))
+
+    def _allocate_cache(self, num_blocks: int) -> None:
+        # zeros: a kernel may load a whole tile past the end, and 0 * NaN would be NaN
+        for layer in self._attention_layers():
+            shape = (num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
+            layer.backend = self.backend
+            layer.k_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            layer.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    def _count_blocks(self) -> int:
+        """As many blocks as the option says, or as memory allows beside everything else, measured."""
+        config = self.config
+        if config.num_kvcache_blocks > 0:
+            return config.num_kvcache_blocks
+        layers = list(self._attention_layers())
+        token_bytes = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
+        block_bytes = token_bytes * config.kvcache_block_size
+        if not self.is_cuda:
+            longest = -(-config.max_model_len // config.kvcache_block_size)
+            most = min(_free_host_bytes() // 4, MAX_CPU_CACHE_BYTES)
+            return max(1, min(most // block_bytes, config.max_num_seqs * longest))
+        free = self._free_device_bytes()
+        if free < block_bytes:
+            raise OutOfMemoryError(
+                f"the KV cache needs at least {block_bytes / 2**20:.0f} MiB for one block, and {free / 2**20:.0f} MiB "
+                f"are left of {config.gpu_memory_utilization:.0%} of the device's memory after weights, activations "
+                "and graphs; raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens, "
+                "max_num_seqs or kvcache_block_size"
+            )
+        return free // block_bytes
+
+    def _free_device_bytes(self) -> int:
+        """What is left for the cache after weights, the peak of a full step, and the graphs."""
+        self._allocate_cache(1)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._run_full_prefill()
+        self._decode_padding(self.config.max_num_seqs)
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        reserve = 0
+        if self.graph_sizes:
+            # trial captures: the largest graph needs the pool, each further one little more than its nodes
+            left = [torch.cuda.mem_get_info()[0]]
+            for size in (self.graph_sizes[-1], self.graph_sizes[0]):
+                self._capture([size])
+                left.append(torch.cuda.mem_get_info()[0])
+            reserve = left[0] - left[1] + len(self.graph_sizes) * max(left[1] - left[2], 4 << 20)
+            self.graphs.clear()
+            torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve
+
+    def _run_full_prefill(self) -> None:
+        """A prefill of `max_num_batched_tokens` with as many samples as can be, into no cache block."""
+        config = self.config
+        total, longest = config.max_num_batched_tokens, config.max_model_len
+        lens = [longest] * (total // longest) + ([total % longest] if total % longest else [])
+        device = self.device
+        rows = torch.full((len(lens),), self.slots.padding_row, dtype=torch.int32, device=device)
+        key_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+        position_ids = torch.cat([torch.arange(n, dtype=torch.int32, device=device) for n in lens])
+        cu_seqlens = torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+        context = Context(
+            True, position_ids, torch.full_like(position_ids, -1), self.slots.block_tables, rows, key_lens,
+            cu_seqlens, lens, lens,
+        )  # fmt: skip
+        hidden = self.model(torch.zeros_like(position_ids), context)
+        logits = self.model.compute_logits(hidden[: config.max_num_seqs])
+        n = len(logits)
+        self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+
+    def _decode_padding(self, size: int) -> None:
+        """A decode step of padding rows only, which compiles and initialises what a capture cannot."""
+        self.rows[:size] = self.slots.padding_row
+        self._decode_step(size)
+
+    def _capture(self, sizes: list[int]) -> None:
+        """One graph a size, the largest first, so that the others fit in the memory of its pool."""
+        if not sizes:
+            return
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        for size in reversed(sizes):
+            self._decode_padding(size)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(stream):
+                graph.capture_begin(pool=pool)
+                try:
+                    logits = self._decode_step(size)
+                finally:
+                    graph.capture_end()
+            self.graphs[size] = (graph, logits)
+        self.rows_on_device = []
+
+
+def _graph_sizes(most: int) -> list[int]:
+    """Batch sizes to capture, ascending: close together where a padded row costs most; always `most` itself."""
+    return [*(s for s in (1, 2, 4, 8) if s < most), *range(16, most, 16), most]
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _pick_dtype(config: Config, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        name = config.hf.dtype if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _free_host_bytes() -> int:
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)

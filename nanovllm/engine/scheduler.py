@@ -1,0 +1,292 @@
+"""Scheduler: who runs in the next step; it knows sequences and blocks, nothing of torch or devices.
+
+A step is either a prefill (prompts, whole or in chunks) or a decode (one token for every running
+sequence). Prompts are admitted in groups, so that newcomers do not stall all others one by one, and
+only when the blocks that the running ones are expected to need still fit: a pool that fills only to
+preempt at the next step is slower than a shorter queue of running sequences.
+
+With overlap a step is scheduled while the one before still runs. What it assumes is only that no
+sequence of that step stops early; `advance` books what is certain at launch, `postprocess` what is
+known when the ids arrive.
+
+Invariants: a sequence is in exactly one of `waiting`, `running` or finished; only the first waiting
+sequence can own blocks (a prompt between two chunks); blocks are released in `_release` alone.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanovllm.config import Config
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+# A waiting request that may fit because others have left is tried at the latest after so many steps.
+MAX_ADMISSION_DELAY = 16
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step runs.
+
+    num_sampled: the first so many of `seqs` sample a token; only the last of a prefill can be a chunk that does not.
+    new_blocks: (slot, index in the block table, block id) of the blocks added for a decode step.
+    """
+
+    seqs: list[Sequence]
+    is_prefill: bool
+    num_sampled: int
+    new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(self, config: Config, num_blocks: int, eos_ids: Iterable[int] = ()) -> None:
+        self.max_num_seqs = config.max_num_seqs
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.max_model_len = config.max_model_len
+        self.block_size = config.kvcache_block_size
+        self.block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
+        self.eos_ids = frozenset(eos_ids)
+        self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.running: dict[int, Sequence] = {}
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        # Admission: `full` once a prompt did not fit, until one that left makes another try worthwhile.
+        self.full = False
+        self.num_left = 0
+        self.admission_delay = 0
+        self.reserved_blocks = 0  # what the running sequences hold at their longest, nothing shared
+        # Counters since start, for `stats`.
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_generated_tokens = 0
+        self.mean_completion: float | None = None
+
+    def is_finished(self) -> bool:
+        return not self.waiting and not self.running
+
+    def check(self, seq: Sequence) -> None:
+        """`ValueError` if `seq` could never run, however empty the engine is."""
+        capacity = len(self.block_manager.blocks) * self.block_size
+        limit = min(self.max_model_len - 1, capacity)
+        if seq.num_tokens > limit:
+            raise ValueError(
+                f"prompt of {seq.num_tokens} tokens: must be at most {limit} (max_model_len={self.max_model_len} "
+                f"bounds prompt and completion together; the KV cache holds {capacity} tokens)"
+            )
+        # It may outgrow the limits later and ends there; the K/V of the last sampled token are never needed.
+        seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len, capacity + 1)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a request that `check` has passed."""
+        self.waiting[seq.seq_id] = seq
+
+    def abort(self, seq: Sequence) -> None:
+        """End a request that has not finished; what it was given so far stays in it."""
+        if not seq.is_finished:
+            self._finish(seq, "abort")
+
+    # One step
+
+    def schedule(self) -> Batch | None:
+        """What to run next, or `None` if nothing can run before a step in flight has ended."""
+        return self._schedule_prefill() or self._schedule_decode()
+
+    def advance(self, batch: Batch) -> None:
+        """Book what a launched step is certain to do, so that the next one can be scheduled."""
+        for seq in batch.seqs:
+            seq.num_cached_tokens += seq.num_scheduled_tokens
+            seq.num_scheduled_tokens = 0
+            seq.num_pending += 1
+        if batch.is_prefill:
+            for seq in batch.seqs[: batch.num_sampled]:
+                seq.is_prefill = False
+            for seq in batch.seqs[batch.num_sampled :]:
+                seq.num_pending -= 1
+
+    def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
+        """Append the sampled ids of a step and return the sequences that ended with it.
+
+        A sequence that ended or was aborted while the step ran gets nothing; one that was preempted
+        meanwhile gets its token.
+        """
+        finished: list[Sequence] = []
+        block_size, done = self.block_size, SequenceStatus.FINISHED
+        for seq, token_id in zip(batch.seqs, token_ids):
+            if seq.status is done:
+                continue
+            seq.num_pending -= 1
+            seq.token_ids.append(token_id)
+            seq.last_token = token_id
+            seq.num_tokens = num_tokens = seq.num_tokens + 1
+            if (token_id in seq.stop_ids or seq.stop_strings) and self._stops(seq, token_id):
+                finished.append(seq)
+            elif num_tokens >= seq.max_num_tokens:
+                self._finish(seq, "length")
+                finished.append(seq)
+            elif num_tokens % block_size == 1 and seq.block_table:
+                # the ids before this one are known, their K/V written: the block they fill can be shared
+                self.block_manager.register(seq, num_tokens - 1)
+        return finished
+
+    # Prefill
+
+    def _schedule_prefill(self) -> Batch | None:
+        if not self.waiting or not self._admission_is_due():
+            return None
+        self.full, self.num_left, self.admission_delay = False, 0, 0
+        budget = self.max_num_batched_tokens
+        batch = Batch([], True, 0)
+        while self.waiting and budget:
+            seq = next(iter(self.waiting.values()))
+            if not seq.block_table and not self._admit(seq):
+                self.full = True
+                break
+            seq.num_scheduled_tokens = min(budget, seq.num_tokens - seq.num_cached_tokens)
+            budget -= seq.num_scheduled_tokens
+            batch.seqs.append(seq)
+            end = seq.num_cached_tokens + seq.num_scheduled_tokens
+            self.block_manager.register(seq, end)
+            if end < seq.num_tokens:
+                break
+            del self.waiting[seq.seq_id]
+            self.running[seq.seq_id] = seq
+            seq.status = SequenceStatus.RUNNING
+            batch.num_sampled += 1
+        return batch if batch.seqs else None
+
+    def _admission_is_due(self) -> bool:
+        """At once while there is room; else when a group has left, or after a bounded delay."""
+        if not self.full or not self.running or next(iter(self.waiting.values())).block_table:
+            return True
+        if not self.num_left:
+            return False
+        self.admission_delay += 1
+        group = min(len(self.waiting), max(1, len(self.running) // 16))
+        return self.num_left >= group or self.admission_delay >= MAX_ADMISSION_DELAY
+
+    def _admit(self, seq: Sequence) -> bool:
+        if not self.free_slots or seq.num_pending:
+            return False
+        prefix = self.block_manager.find_prefix(seq)
+        free_blocks = self.block_manager.num_free_after(prefix, seq.num_tokens)
+        if free_blocks < 0 or (self.running and not self._growth_fits(seq, free_blocks)):
+            return False
+        self.block_manager.allocate(seq, prefix)
+        self.reserved_blocks += self._most_blocks(seq)
+        seq.slot = self.free_slots.pop()
+        if not seq.num_completion_tokens:
+            seq.num_hit_tokens = seq.num_cached_tokens
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_hit_tokens += seq.num_hit_tokens
+        return True
+
+    def _growth_fits(self, newcomer: Sequence, free_blocks: int) -> bool:
+        """The watermark: can the running sequences and `newcomer` all reach their expected ends?
+
+        Each takes a block every `block_size` steps and gives all of its own back one step after its
+        end; the need is checked at every end, where it peaks.
+        """
+        if self.reserved_blocks + self._most_blocks(newcomer) <= len(self.block_manager.blocks):
+            return True
+        size = self.block_size
+        seqs = (*self.running.values(), newcomer)
+        held = np.array([len(seq.block_table) for seq in seqs])
+        tokens = np.array([seq.num_cached_tokens for seq in seqs])
+        held[-1], tokens[-1] = newcomer.num_blocks, newcomer.num_tokens
+        left = np.array([self._expected_num_tokens(seq) for seq in seqs]) - 1 - tokens
+        total = -(-(tokens + left) // size)
+        own = total - np.array([seq.num_hit_tokens // size for seq in seqs])
+        now = left[:, None]
+        needed = np.where(left + 1 >= now, -(-(tokens + now) // size) - held, -own).sum(axis=1)
+        return bool((needed <= free_blocks).all())
+
+    def _most_blocks(self, seq: Sequence) -> int:
+        return -(-(seq.max_num_tokens - 1) // self.block_size)
+
+    def _expected_num_tokens(self, seq: Sequence) -> int:
+        """Length at which `seq` will probably end: exact if only its length can stop it."""
+        limit = seq.max_num_tokens
+        if not seq.stop_ids and not seq.stop_strings:
+            return limit
+        mean = self.mean_completion
+        completion = (limit - seq.num_prompt_tokens) // 2 if mean is None else int(mean)
+        return min(limit, max(seq.num_prompt_tokens + completion, seq.num_tokens + self.block_size))
+
+    # Decode
+
+    def _schedule_decode(self) -> Batch | None:
+        batch = Batch([], False, 0)
+        block_size = self.block_size
+        for seq in list(self.running.values()):
+            if seq.slot < 0:
+                break  # it and all younger ones were preempted just now
+            if seq.num_tokens + seq.num_pending >= seq.max_num_tokens:
+                continue  # its last token is in flight
+            if seq.num_cached_tokens == len(seq.block_table) * block_size and not self._grow(seq, batch):
+                break  # it was the youngest left and gave its own blocks
+            seq.num_scheduled_tokens = 1
+            batch.seqs.append(seq)
+        batch.num_sampled = len(batch.seqs)
+        return batch if batch.seqs else None
+
+    def _grow(self, seq: Sequence, batch: Batch) -> bool:
+        """Add a block to `seq`, preempting from the youngest on; false if that is `seq` itself."""
+        while not self.block_manager.num_free_blocks:
+            victim = next(reversed(self.running.values()))
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        block_id = self.block_manager.append_block(seq)
+        batch.new_blocks.append((seq.slot, len(seq.block_table) - 1, block_id))
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.num_preemptions += 1
+        self._release(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.is_prefill = True
+        self.waiting[seq.seq_id] = seq
+        self.waiting.move_to_end(seq.seq_id, last=False)
+        self.full = True
+
+    # Ends
+
+    def _stops(self, seq: Sequence, token_id: int) -> bool:
+        """End `seq` if its newest token or the text so far asks for it."""
+        if seq.stop_strings:
+            seq.detokenizer.append(token_id)
+        if seq.num_completion_tokens < seq.min_tokens:
+            return False
+        if token_id in seq.stop_ids:
+            is_eos = token_id in self.eos_ids and not seq.ignore_eos
+            self._finish(seq, "stop", None if is_eos else token_id)
+            return True
+        if seq.stop_strings and (stop := seq.detokenizer.find(seq.stop_strings)):
+            self._finish(seq, "stop", stop)
+            return True
+        return False
+
+    def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.num_generated_tokens += seq.num_completion_tokens
+        if reason != "abort":
+            mean = self.mean_completion
+            length = seq.num_completion_tokens
+            self.mean_completion = length if mean is None else mean + (length - mean) / 32
+        self.waiting.pop(seq.seq_id, None)
+        if seq.slot >= 0:
+            self._release(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        """The one place where blocks and slot come back: a step in flight may still write to them,
+        but whatever gets them next is launched after it."""
+        self.running.pop(seq.seq_id, None)
+        self.block_manager.release(seq)
+        self.reserved_blocks -= self._most_blocks(seq)
+        self.free_slots.append(seq.slot)
+        seq.slot = -1
+        self.num_left += 1

@@ -1,0 +1,56 @@
+"""Triton for the kernel modules: a stand-in where it is not installed, and what its CPU interpreter needs done by hand."""
+
+import os
+from typing import Any
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class _Absent:
+    """Stands in for triton and triton.language, so that the modules import and their references work."""
+
+    constexpr = int
+
+    def jit(self, fn: Any = None, **_: Any) -> Any:
+        return fn or (lambda f: f)
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no wheel for this platform
+    triton = tl = _Absent()
+
+INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)
+
+
+@triton.jit
+def dot(a, b, acc):
+    """a @ b + acc in fp32 (no tf32). The interpreter multiplies bf16 as raw bits: there, upcast first."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def fast_log2(x):
+    """log2 in one instruction; absolute error 2^-22 near 1, relative elsewhere."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def cache_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache slots, int64 [BLOCK_N], of a sequence's keys from start on; those at or past end may be any valid slot."""
+    offs = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:  # one block holds the whole tile
+        first = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
+        return first + tl.arange(0, BLOCK_N)
+    block = tl.load(table + offs // BLOCK_SIZE, mask=offs < end, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + offs % BLOCK_SIZE
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

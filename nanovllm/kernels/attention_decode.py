@@ -1,0 +1,147 @@
+"""Decode attention over the paged cache: one query token a sequence, grouped heads, keys split over programs."""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, tl, triton
+
+_NUM_COUNTERS = 1 << 16
+
+
+def paged_decode_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
+    scale: float, num_splits: int | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (batch, heads, dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
+    longest = max(int(context_lens.max()), 1) if batch else 1
+    tables = block_tables[rows.long(), : -(-longest // block_size)].long().clamp(min=0)
+    mask = torch.arange(tables.shape[1] * block_size, device=q.device) < context_lens[:, None]
+    k, v = (
+        c[tables].flatten(1, 2).masked_fill(~mask[:, :, None, None], 0).transpose(1, 2) for c in (k_cache, v_cache)
+    )
+    grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)  # the group as query length: K and V are read once
+    o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(q.shape)
+    o = o.masked_fill((context_lens == 0)[:, None, None], 0)
+    return o if out is None else out.copy_(o)
+
+
+@triton.jit
+def _decode_kernel(
+    q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, scale_log2, q_stride, table_stride,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
+    not. Of several splits the last to arrive combines all, in order; counters are zero before and after."""
+    hk = tl.program_id(0)
+    split = tl.program_id(1)
+    b = tl.program_id(2).to(tl.int64)
+    n = tl.load(lens + b)
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS), 1) * BLOCK_N
+    active = tl.maximum(tl.cdiv(n, per_split), 1)
+    if split >= active:
+        return
+    end = tl.minimum((split + 1) * per_split, n)
+    table = tables + tl.load(rows + b).to(tl.int64) * table_stride
+    g = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head_mask = (g < G)[:, None] & (d < D)[None, :]
+    qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in tl.range(split * per_split, end, BLOCK_N):
+        valid = start + tl.arange(0, BLOCK_N) < end
+        offs = (cache_slots(table, start, end, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
+        mask = valid[:, None] & (d < D)[None, :]
+        k = tl.load(k_cache + offs, mask=mask, other=0.0)
+        v = tl.load(v_cache + offs, mask=mask, other=0.0)
+        s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        s = tl.where(valid[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        l = l * alpha + tl.sum(p, 1)  # noqa: E741
+        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
+        m = m_new
+    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+    head = b * HK * G + hk * G + g
+    if active == 1:
+        tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=head_mask)
+    else:
+        tl.store(partial + (head * SPLITS + split)[:, None] * D + d[None, :], acc, mask=head_mask)
+        tl.store(partial_lse + head * SPLITS + split, m + tl.log2(l), mask=g < G)
+        tl.debug_barrier()  # the whole program has stored before its arrival shows
+        if tl.atomic_add(counters + b * HK + hk, 1, sem="acq_rel", scope="gpu") == active - 1:
+            i = tl.arange(0, BLOCK_S)
+            for j in tl.static_range(G):
+                part = (b * HK * G + hk * G + j) * SPLITS + i
+                mask = (i < active)[:, None] & (d < D)[None, :]
+                lse = tl.load(partial_lse + part, mask=i < active, other=float("-inf"), cache_modifier=".cg")
+                w = tl.exp2(lse - tl.max(lse, 0))
+                a = tl.load(partial + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
+                o = tl.sum(a * w[:, None], 0) / tl.sum(w, 0)
+                tl.store(out + (b * HK * G + hk * G + j) * D + d, o.to(out.dtype.element_ty), mask=d < D)
+            tl.store(counters + b * HK + hk, 0)
+
+
+@functools.lru_cache
+def _counters(device: torch.device) -> Tensor:
+    """Arrival counters of a device, zero between launches: launches on it must not overlap."""
+    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+
+
+def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
+    """Programs that share a sequence's keys: about 4 programs a multiprocessor, a power of two up to 32."""
+    return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), 32)
+
+
+def decode_config(dim: int, itemsize: int) -> tuple[int, int, int]:
+    """(keys a tile, warps, stages): a tile of K or V takes 16 KB at most."""
+    return min(max(16384 // (next_power_of_2(dim) * itemsize), 16), 64), 4, 3
+
+
+def paged_decode_triton(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
+    scale: float, num_splits: int | None = None, out: Tensor | None = None,
+    config: tuple[int, int, int] | None = None,
+) -> Tensor:  # fmt: skip
+    (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
+    if out is None:
+        out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
+    if num_splits is None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
+        num_splits = decode_splits(batch, kv_heads, num_sms)
+    if batch * kv_heads > _NUM_COUNTERS:
+        num_splits = 1
+    block_n, warps, stages = config or decode_config(dim, q.element_size())
+    partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
+    group = heads // kv_heads
+    if batch:
+        _decode_kernel[(kv_heads, num_splits, batch)](
+            q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
+            _counters(device), scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
+            HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=num_splits,
+            BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=max(16, next_power_of_2(dim)),
+            BLOCK_S=next_power_of_2(num_splits), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+    return out
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
+    scale: float, num_splits: int | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention of one query token a sequence to all its keys -> [B, Hq, D].
+
+    q [B, Hq, D] (may be strided along B); k_cache, v_cache [blocks, block_size, Hkv, D]; block_tables
+    [S, max_blocks] int32, of which batch entry b has row rows[b], int32; context_lens [B] int32, keys of each,
+    0: the output row is zero. num_splits: programs that share a sequence's keys, by default decode_splits. Fit for
+    CUDA graphs after one call outside (it allocates the counters); launches on one device must not overlap.
+    """
+    f = paged_decode_triton if q.is_cuda else paged_decode_reference
+    return f(q, k_cache, v_cache, block_tables, rows, context_lens, scale, num_splits, out)

@@ -1,0 +1,154 @@
+"""Gumbel-max sampling: the token with the largest logit / T + noise, the noise a hash of (seed, position, token id)."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels._triton import fast_log2, next_power_of_2, tl, triton
+
+_M32 = 0xFFFFFFFF
+_LOG2E = tl.constexpr(math.log2(math.e))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A good 32-bit mixer (constants of lowbias32), in int64."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _M32
+    x = (x ^ (x >> 15)) * 0x846CA68B & _M32
+    return x ^ (x >> 16)
+
+
+def gumbel_reference(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """Noise of token ids [V] for rows with seeds, positions [B] -> [B, V] fp32."""
+    key0 = _mix(seeds + _mix((seeds >> 32) + _mix(positions.long() + 0x9E3779B1 & _M32) & _M32) & _M32)
+    key1 = _mix(key0 + 0x85EBCA6B & _M32)
+    x = ids * 0x9E3779B1 + key0[:, None] & _M32
+    x = (x ^ (x >> 16)) * 0x7FEB352D + key1[:, None] & _M32
+    x = (x ^ (x >> 15)) * 0x846CA68B & _M32
+    u = (x.float() * 2.0**-32 + 2.0**-33).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))
+
+
+def sample_with_scores_reference(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
+    t = temperatures[:, None]
+    scores = logits.float() / t.where(t > 0, 1.0)
+    scores = torch.where(t > 0, scores + gumbel_reference(seeds, positions, ids), scores)
+    scores = scores.masked_fill(scores.isnan(), -math.inf)
+    best = scores.amax(1)
+    return best, ids.where(scores == best[:, None], ids[-1]).amin(1)
+
+
+def sample_reference(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    return sample_with_scores_reference(logits, temperatures, seeds, positions)[1]
+
+
+@triton.jit
+def _mix32(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _best_of_chunk_kernel(
+    logits, temperatures, seeds, positions, scores, ids, stride, vocab, offset, tiles,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (chunk, row): the best of `tiles` tiles of BLOCK logits. With noise, scores are in units of log2:
+    logit / T * log2(e) - log2(-log2(1 - u)) orders tokens as logit / T - log(-log(1 - u)) does."""
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * tiles * BLOCK
+    lane = tl.arange(0, BLOCK)
+    t = tl.load(temperatures + row)
+    scale = tl.where(t > 0, _LOG2E / t, 1.0)
+    seed = tl.load(seeds + row)
+    key = _mix32(tl.load(positions + row).to(tl.uint32) + 0x9E3779B1)
+    key0 = _mix32(seed.to(tl.uint32) + _mix32((seed >> 32).to(tl.uint32) + key))
+    key1 = _mix32(key0 + 0x85EBCA6B)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_id = first + lane
+    for i in range(tiles):
+        cols = first + i * BLOCK + lane
+        s = tl.load(logits + row * stride + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32) * scale
+        if t > 0:
+            x = (cols + offset).to(tl.uint32) * 0x9E3779B1 + key0
+            x = (x ^ (x >> 16)) * 0x7FEB352D + key1
+            x = (x ^ (x >> 15)) * 0x846CA68B  # the low bits are not mixed further: they hardly count
+            u = tl.minimum(x.to(tl.float32) * 2.3283064365386963e-10 + 1.1641532182693481e-10, 0.99999994)
+            series = u * (_LOG2E + u * (0.5 * _LOG2E + u * (_LOG2E / 3)))  # the tail that decides: full precision
+            s -= fast_log2(tl.where(u < 0.01, series, -fast_log2(1.0 - u)))
+        better = s > best  # false for NaN
+        best = tl.where(better, s, best)
+        best_id = tl.where(better, cols, best_id)
+    top = tl.max(best, 0)
+    out = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(scores + out, top)
+    tl.store(ids + out, tl.min(tl.where(best == top, best_id, 2147483647), 0))
+
+
+@triton.jit
+def _best_of_row_kernel(scores, ids, temperatures, out_scores, out_ids, offset, chunks, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    s = tl.load(scores + row * chunks + i, mask=i < chunks, other=float("-inf"))
+    best = tl.max(s, 0)
+    win = tl.load(ids + row * chunks + i, mask=i < chunks, other=2147483647)
+    tl.store(out_ids + row, tl.min(tl.where(s == best, win, 2147483647), 0).to(tl.int64) + offset)
+    noisy = tl.load(temperatures + row) > 0
+    tl.store(out_scores + row, tl.where(noisy, best / _LOG2E + 0.36651292, best))  # + -log(log(2)): back to nats
+
+
+def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int]:
+    """(logits a tile, tiles a program, warps): at least about 8 programs a multiprocessor, at most 16 tiles each."""
+    block = 1024
+    tiles = batch * vocab // (block * 8 * num_sms)
+    return block, min(max(tiles, 1), 16), 4
+
+
+def sample_with_scores_triton(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0,
+    config: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (batch, vocab), device = logits.shape, logits.device
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count if logits.is_cuda else 1
+    block, tiles, warps = config or sampling_config(batch, vocab, num_sms)
+    chunks = -(-vocab // (block * tiles))
+    scores = torch.empty((batch, chunks), dtype=torch.float32, device=device)
+    ids = torch.empty((batch, chunks), dtype=torch.int32, device=device)
+    out_scores = torch.empty(batch, dtype=torch.float32, device=device)
+    out_ids = torch.empty(batch, dtype=torch.int64, device=device)
+    if batch:
+        _best_of_chunk_kernel[(chunks, batch)](
+            logits, temperatures, seeds, positions, scores, ids, logits.stride(0), vocab, vocab_offset, tiles,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        _best_of_row_kernel[(batch,)](
+            scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks, BLOCK=next_power_of_2(chunks)
+        )
+    return out_scores, out_ids
+
+
+def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    return sample_with_scores_triton(logits, temperatures, seeds, positions)[1]
+
+
+def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    """logits [B, V] (any float type), temperatures [B] fp32, seeds [B] int64, positions [B] int -> ids [B] int64.
+
+    Temperature 0 is greedy. Equal scores: the lowest id. NaN loses against everything.
+    """
+    return sample_with_scores(logits, temperatures, seeds, positions)[1]
+
+
+def sample_with_scores(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
+) -> tuple[Tensor, Tensor]:
+    """As sample, for columns vocab_offset... of the vocabulary: (scores [B] fp32, ids [B] int64, over the vocabulary).
+
+    The shard with the best score (the first of equals) has the token that the whole vocabulary would give.
+    """
+    f = sample_with_scores_triton if logits.is_cuda else sample_with_scores_reference
+    return f(logits, temperatures, seeds, positions, vocab_offset)

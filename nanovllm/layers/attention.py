@@ -1,0 +1,35 @@
+"""The attention layer: q/k norm, rotary embedding and KV store, then attention over the paged cache."""
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.rope import norm_rope_store
+from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.utils.context import Context
+
+
+class Attention(nn.Module):
+    """Attention of this rank's heads; the runner gives it its backend and its share of the KV cache.
+
+    k_cache, v_cache: [blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rope: torch.Tensor, eps: float) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.rope, self.eps = rope, eps
+        self.scale = head_dim**-0.5
+        self.backend: AttentionBackend
+        self.k_cache = self.v_cache = torch.empty(0)
+
+    def forward(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, context: Context
+    ) -> torch.Tensor:
+        """[N, (heads + 2 * kv_heads) * head_dim] -> [N, heads * head_dim]; weights of the q/k norms, if any."""
+        # All K/V of the step are stored before any is read: sequences of one step may share blocks.
+        q = norm_rope_store(
+            qkv, q_weight, k_weight, self.rope, context.positions, context.slot_mapping,
+            self.k_cache, self.v_cache, self.eps,
+        )  # fmt: skip
+        attend = self.backend.prefill if context.is_prefill else self.backend.decode
+        return attend(q, self.k_cache, self.v_cache, context, self.scale).flatten(1)

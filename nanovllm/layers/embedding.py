@@ -1,0 +1,42 @@
+"""The token embedding and the language-model head, both split by vocabulary over the ranks."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.layers.linear import new_weight
+from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.parallel import Parallel
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rank r holds the ids from r * share on; the sum over the ranks is the embedding."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.vocab_size, self.hidden_size, self.parallel = vocab_size, hidden_size, parallel
+        self.share = parallel.share(vocab_size)
+        self.start = parallel.rank * self.share
+        self.weight = new_weight(self.share, hidden_size, dtype=dtype, device=device)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.parallel.size == 1:
+            return F.embedding(ids, self.weight)
+        ids = ids - self.start
+        mine = (ids >= 0) & (ids < self.share)
+        x = F.embedding(ids.where(mine, 0), self.weight) * mine[:, None]
+        return self.parallel.all_reduce(x)
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        part = checkpoint.read(f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start, self.share)
+        if part is not None:
+            self.weight[: part.shape[0]].copy_(part)
+
+
+class ParallelLMHead(VocabParallelEmbedding):
+    """Logits of this rank's share of the vocabulary: [N, hidden] -> [N, share], padding cut off."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight[: max(0, self.vocab_size - self.start)])

@@ -1,0 +1,76 @@
+"""Linear layers sharded over the ranks of a tensor-parallel group; each loads only its own slice.
+
+Column-parallel layers hold a share of the outputs, row-parallel ones a share of the inputs and add up
+the partial results. Sizes that do not divide are padded with zeros, which change no result.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.parallel import Parallel
+
+
+def new_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b for one or several matrices of the same input, merged into one product.
+
+    in_features, out_features: sizes of the whole layer; `out_features` has one entry a matrix.
+    shares: of each matrix, the first row that this rank holds and how many.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: list[int], shares: list[tuple[int, int]], bias: bool,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.shares = in_features, out_features, shares
+        rows = sum(size for _, size in shares)
+        self.weight = new_weight(rows, in_features, dtype=dtype, device=device)
+        self.bias = new_weight(rows, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def load(self, checkpoint: Checkpoint, *names: str) -> None:
+        """Read this rank's rows of each matrix, `names` without ".weight"."""
+        row = 0
+        for name, out, (start, size) in zip(names, self.out_features, self.shares):
+            part = checkpoint.read(f"{name}.weight", (out, self.in_features), 0, start, size)
+            if part is not None:
+                self.weight[row : row + part.shape[0]].copy_(part)
+            if self.bias is not None:
+                part = checkpoint.read(f"{name}.bias", (out,), 0, start, size)
+                if part is not None:
+                    self.bias[row : row + part.shape[0]].copy_(part)
+            row += size
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over the ranks of x_rank W_rank^T, plus b once; inputs are split as `share` says."""
+
+    def __init__(
+        self, in_features: int, out_features: int, share: tuple[int, int], bias: bool,
+        parallel: Parallel, dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.out_features, self.share, self.parallel = in_features, out_features, share, parallel
+        self.weight = new_weight(out_features, share[1], dtype=dtype, device=device)
+        self.bias = new_weight(out_features, dtype=dtype, device=device) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias))
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        start, size = self.share
+        part = checkpoint.read(f"{name}.weight", (self.out_features, self.in_features), 1, start, size)
+        if part is not None:
+            self.weight[:, : part.shape[1]].copy_(part)
+        if self.bias is not None:
+            part = checkpoint.read(f"{name}.bias", (self.out_features,))
+            if part is not None and self.parallel.rank == 0:  # added once, by the first rank
+                self.bias.copy_(part)

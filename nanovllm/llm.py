@@ -1,0 +1,157 @@
+"""LLM: what a script calls; prompts and results in bulk over the engine, no scheduling here."""
+
+from collections.abc import Iterator
+from numbers import Integral
+from time import perf_counter
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+
+class LLM(LLMEngine):
+    """A model folder ready to generate. `with LLM(path) as llm:` frees everything at the end.
+
+    Options and their defaults are those of `Config`. A request's output is a dict:
+
+    text: completion without special tokens and without the stop string; "" without a tokenizer.
+    token_ids: generated ids, the stop token included when one ended it.
+    finish_reason: "stop", "length" or "abort"; stop_reason: the stop string or stop id that matched,
+        `None` for an end-of-sequence id or a length.
+    prompt_token_ids, num_cached_tokens: the prompt, and how many of its tokens the prefix cache had.
+    seq_id: of the request.
+    """
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.exit()
+
+    def generate(
+        self,
+        prompts: Prompt | list[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Complete every prompt and return the outputs in their order.
+
+        prompts: a string, a list of ids, or a list of either.
+        sampling_params: one for all, or one a prompt.
+
+        Every prompt is checked before any runs: `ValueError` or `TypeError` with the index of the bad one.
+        """
+        items = _as_list(prompts)
+        params = _one_each(sampling_params, len(items))
+        return self._run(self._make_sequences(self._tokenize(items), params), use_tqdm)
+
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
+        several = bool(messages) and isinstance(messages[0], list)
+        conversations = messages if several else [messages] if messages else []
+        texts = [
+            self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+            )
+            for conversation in conversations
+        ]
+        params = _one_each(sampling_params, len(texts))
+        return self._run(self._make_sequences(self._tokenize(texts, special_tokens=False), params), use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[dict[str, Any]]:
+        """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
+
+        Text comes only once it cannot change any more. Leaving the loop early aborts the request.
+        """
+        raise NotImplementedError
+
+    # Inside
+
+    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[list[int]]:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    def _make_sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
+        sequences = []
+        for i, (ids, p) in enumerate(zip(prompts, params)):
+            try:
+                sequences.append(self._make_sequence(ids, p))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"prompt {i}: {error}") from None
+        return sequences
+
+    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[dict[str, Any]]:
+        """Queue `sequences`, step until all have ended, return their outputs in the same order."""
+        position = {self._enqueue(seq): i for i, seq in enumerate(sequences)}
+        outputs: list[dict[str, Any]] = [{}] * len(sequences)
+        left = len(sequences)
+        start, before = perf_counter(), self.stats()
+        try:
+            with tqdm(total=left, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
+                while left:
+                    for seq in self._step():
+                        output = self._output(seq)
+                        if (i := position.get(seq.seq_id)) is None:
+                            self.unclaimed.append(output)  # of `add_request`: the next `step` returns it
+                            continue
+                        outputs[i] = output
+                        left -= 1
+                        bar.update()
+                    if use_tqdm:
+                        bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
+        except BaseException:
+            for seq_id in position:
+                self.abort(seq_id)
+            raise
+        return outputs
+
+    def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
+        now = self.stats()
+        computed, cached, generated = (
+            now[key] - before[key] for key in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens")
+        )
+        return {"prefill": f"{(computed - cached) / seconds:.0f} tok/s", "decode": f"{generated / seconds:.0f} tok/s"}
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """`prompts` as a list of prompts: strings and lists of ids; a lone prompt becomes a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):  # a numpy array or a tensor of ids
+        prompts = prompts.tolist()
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts is {type(prompts).__name__}: must be a string, a list of token ids, or a list of either")
+    if prompts and isinstance(prompts[0], Integral):
+        return [list(prompts)]
+    items = []
+    for i, prompt in enumerate(prompts):
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (str, list, tuple)):
+            raise TypeError(f"prompt {i} is {type(prompt).__name__}: must be a string or a list of token ids")
+        items.append(prompt)
+    return items
+
+
+def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"sampling_params={params!r}: must be a SamplingParams or a list of them")
+    if len(params) != n:
+        raise ValueError(f"sampling_params has {len(params)} entries: must be one, or one for each of the {n} prompts")
+    return list(params)

@@ -1,0 +1,144 @@
+"""Qwen3 (dense): the forward pass over the tokens of one step, and where its weights are in a checkpoint."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.config import ModelConfig
+from nanovllm.kernels.activation import silu_mul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.layers.rotary import rope_table
+from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.context import Context
+from nanovllm.utils.parallel import Parallel
+
+
+class Qwen3Attention(nn.Module):
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: Parallel, **factory: Any) -> None:
+        super().__init__()
+        rank, size, dim = parallel.rank, parallel.size, config.head_dim
+        total_heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads = total_heads // size
+        kv_heads = max(1, total_kv_heads // size)
+        first_kv_head = rank * total_kv_heads // size  # with fewer heads than ranks, neighbours share one
+        q_share = (rank * heads * dim, heads * dim)
+        kv_share = (first_kv_head * dim, kv_heads * dim)
+        self.qkv_proj = ColumnParallelLinear(
+            config.hidden_size,
+            [total_heads * dim, total_kv_heads * dim, total_kv_heads * dim],
+            [q_share, kv_share, kv_share],
+            config.attention_bias,
+            **factory,
+        )
+        self.o_proj = RowParallelLinear(
+            total_heads * dim, config.hidden_size, q_share, config.attention_bias, parallel, **factory
+        )
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
+        self.attn = Attention(heads, kv_heads, dim, rope, config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        return self.o_proj(self.attn(self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, context))
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        self.qkv_proj.load(checkpoint, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        self.o_proj.load(checkpoint, f"{name}.o_proj")
+        self.q_norm.load(checkpoint, f"{name}.q_norm")
+        self.k_norm.load(checkpoint, f"{name}.k_norm")
+
+
+class Qwen3MLP(nn.Module):
+    def __init__(self, config: ModelConfig, parallel: Parallel, **factory: Any) -> None:
+        super().__init__()
+        hidden, total = config.hidden_size, config.intermediate_size
+        size = parallel.share(total)
+        share = (parallel.rank * size, size)
+        self.gate_up_proj = ColumnParallelLinear(hidden, [total, total], [share, share], False, **factory)
+        self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        self.gate_up_proj.load(checkpoint, f"{name}.gate_proj", f"{name}.up_proj")
+        self.down_proj.load(checkpoint, f"{name}.down_proj")
+
+
+class Qwen3DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: Parallel, **factory: Any) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.self_attn = Qwen3Attention(config, rope, parallel, **factory)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.mlp = Qwen3MLP(config, parallel, **factory)
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, context)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+    def load(self, checkpoint: Checkpoint, name: str) -> None:
+        self.input_layernorm.load(checkpoint, f"{name}.input_layernorm")
+        self.self_attn.load(checkpoint, f"{name}.self_attn")
+        self.post_attention_layernorm.load(checkpoint, f"{name}.post_attention_layernorm")
+        self.mlp.load(checkpoint, f"{name}.mlp")
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The whole model of one rank.
+
+    Raises `ValueError` if the heads cannot be split over the ranks.
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, parallel.size
+        if heads % size or (kv_heads % size and size % kv_heads):
+            raise ValueError(
+                f"tensor_parallel_size={size}: must divide the {heads} attention heads, and divide the {kv_heads} "
+                "key/value heads or be a multiple of them"
+            )
+        factory: dict[str, Any] = {"dtype": dtype, "device": device}
+        vocabulary = (config.vocab_size, config.hidden_size, parallel)
+        rope = rope_table(config.rope, config.head_dim, max_model_len, device)
+        self.embed_tokens = VocabParallelEmbedding(*vocabulary, **factory)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rope, parallel, **factory) for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
+        self.tied = config.tie_word_embeddings
+        self.lm_head = ParallelLMHead(*vocabulary, **factory)
+        if self.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
+        """[N] -> hidden states [N, hidden]."""
+        x, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, context)
+        return self.norm(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary]."""
+        return self.lm_head(hidden)
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Read this rank's weights; `CheckpointError` if any is missing or has no place."""
+        self.embed_tokens.load(checkpoint, "model.embed_tokens")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Qwen3DecoderLayer)
+            layer.load(checkpoint, f"model.layers.{i}")
+        self.norm.load(checkpoint, "model.norm")
+        if not self.tied:
+            self.lm_head.load(checkpoint, "lm_head")
+        # a tied head may be stored a second time, and old checkpoints hold rope tables
+        checkpoint.finish(ignored=("lm_head.weight", "rotary_emb.inv_freq") if self.tied else ("rotary_emb.inv_freq",))

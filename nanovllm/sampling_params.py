@@ -1,0 +1,124 @@
+"""SamplingParams: how one request is sampled and when it stops; every field is checked on creation."""
+
+import math
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+
+# Fields whose behaviour is not built yet: any value but the default is refused by name.
+_NOT_YET = (
+    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "logit_bias", "allowed_token_ids", "bad_words", "n", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+
+
+def _fail(field: str, value: object, allowed: str) -> None:
+    raise ValueError(f"SamplingParams.{field}={value!r}: must be {allowed}")
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """Parameters of one request. A wrong value raises `ValueError` with the field, value and range.
+
+    temperature: 0 is greedy, otherwise logits are divided by it before sampling.
+    max_tokens: most tokens to generate; `None` means up to the engine's `max_model_len`.
+    min_tokens: no end token, stop id or stop string ends the request before so many tokens.
+    ignore_eos: the model's end-of-sequence ids do not stop the request.
+    stop: a string or strings that end the request; not part of `text` unless
+        `include_stop_str_in_output`.
+    stop_token_ids: ids that end the request.
+    seed: of this request's noise; the same seed gives the same tokens whatever else runs.
+    detokenize: `False` leaves `text` empty.
+    skip_special_tokens: special tokens do not appear in `text`.
+    """
+
+    temperature: float = 1.0
+    max_tokens: int | None = 64
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_real("temperature", 0.0, math.inf)
+        if self.max_tokens is not None:
+            self._check_int("max_tokens", 1, None, "an integer >= 1, or None")
+        self._check_int("min_tokens", 0, self.max_tokens, f"an integer in 0..max_tokens ({self.max_tokens})")
+        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                _fail(name, getattr(self, name), "True or False")
+        self._check_stop()
+        self._check_int("top_k", -1, None, "an integer >= 0 (0 or -1: off)")
+        self._check_real("top_p", 0.0, 1.0, exclusive_low=True)
+        self._check_real("min_p", 0.0, 1.0)
+        self._check_real("repetition_penalty", 0.0, math.inf, exclusive_low=True)
+        self._check_real("presence_penalty", -2.0, 2.0)
+        self._check_real("frequency_penalty", -2.0, 2.0)
+        if self.seed is not None:
+            self._check_int("seed", -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
+        self._check_int("n", 1, None, "an integer >= 1")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                self._check_int(name, 0, None, "an integer >= 0, or None")
+        for name in _NOT_YET:
+            value = getattr(self, name)
+            if value not in (None, _DEFAULTS[name]) and not (name == "top_k" and value == -1):
+                _fail(name, value, f"left at {_DEFAULTS[name]!r}: it is not supported yet")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def _check_real(self, name: str, low: float, high: float, exclusive_low: bool = False) -> None:
+        value = getattr(self, name)
+        allowed = f"a finite number {'>' if exclusive_low else '>='} {low:g}"
+        if high != math.inf:
+            allowed = f"a number in {'(' if exclusive_low else '['}{low:g}, {high:g}]"
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+            _fail(name, value, allowed)
+        if not low <= value <= high or (exclusive_low and value == low):
+            _fail(name, value, allowed)
+        setattr(self, name, float(value))
+
+    def _check_int(self, name: str, low: int, high: int | None, allowed: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            _fail(name, value, allowed)
+        if value < low or (high is not None and value > high):
+            _fail(name, value, allowed)
+        setattr(self, name, int(value))
+
+    def _check_stop(self) -> None:
+        allowed = "a string or a list of strings, none of them empty"
+        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
+            _fail("stop", self.stop, allowed)
+        if self.stop == "" or not all(isinstance(s, str) and s for s in self.stop_strings):
+            _fail("stop", self.stop, allowed)
+        ids = self.stop_token_ids
+        if ids is None:
+            return
+        if not isinstance(ids, SequenceABC) or isinstance(ids, str):
+            _fail("stop_token_ids", ids, "a list of token ids")
+        if not all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in ids):
+            _fail("stop_token_ids", ids, "a list of token ids >= 0")
+        self.stop_token_ids = [int(i) for i in ids]
+
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}

@@ -1,0 +1,87 @@
+"""Checkpoint: named tensors of a folder of safetensors files, read one by one and only in the part asked for.
+
+It knows names and shapes, nothing of models. Only safetensors are read: nothing is ever unpickled.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nanovllm.errors import CheckpointError
+
+
+class Checkpoint:
+    """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
+
+    Tensors that are asked for and absent are collected, so that `finish` can name all of them.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        self.files: dict[str, Any] = {}
+        self.file_of: dict[str, str] = {}
+        self.missing: list[str] = []
+        self.used: set[str] = set()
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            self._read_index(index)
+        else:
+            for path in sorted(self.folder.glob("*.safetensors")):
+                self.file_of.update(dict.fromkeys(self._open(path.name).keys(), path.name))
+        if not self.file_of:
+            others = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pt"))
+            hint = f"; {others[0]} is pickled and never read, save the model with safe_serialization=True" if others else ""
+            raise CheckpointError(f"no *.safetensors in {self.folder}{hint}")
+
+    def read(self, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0, size: int | None = None) -> torch.Tensor | None:
+        """`size` rows from `start` on along `dim` of the tensor `name`, which must have `shape`.
+
+        Fewer rows come back where the tensor ends before `start + size`; `None` if it is missing.
+        """
+        if name not in self.file_of:
+            self.missing.append(name)
+            return None
+        part = self._open(self.file_of[name]).get_slice(name)
+        found = tuple(part.get_shape())
+        if found != shape:
+            raise CheckpointError(f"{self.folder / self.file_of[name]}: {name} has shape {found}, the config needs {shape}")
+        self.used.add(name)
+        stop = shape[dim] if size is None else min(start + size, shape[dim])
+        try:
+            return part[tuple(slice(start, max(start, stop)) if d == dim else slice(None) for d in range(len(shape)))]
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.folder / self.file_of[name]}: {name} cannot be read: {error}") from None
+
+    def finish(self, ignored: tuple[str, ...] = ()) -> None:
+        """Close the files; raise if a tensor was missing, or if one is left that no name in `ignored` ends."""
+        self.files.clear()
+        if self.missing:
+            raise CheckpointError(f"{self.folder}: the checkpoint lacks {', '.join(self.missing)}")
+        unexpected = sorted(n for n in self.file_of if n not in self.used and not n.endswith(ignored))
+        if unexpected:
+            raise CheckpointError(f"{self.folder}: the model has no place for {', '.join(unexpected)}")
+
+    def _read_index(self, index: Path) -> None:
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index} is not a valid index: {error!r}") from None
+        for file in sorted(set(weight_map.values())):
+            if Path(file).name != file:
+                raise CheckpointError(f"{index}: {file!r} points outside of the model folder")
+            names = set(self._open(file).keys())
+            self.file_of.update((name, file) for name, f in weight_map.items() if f == file and name in names)
+
+    def _open(self, file: str) -> Any:
+        if file not in self.files:
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing")
+            try:
+                self.files[file] = safe_open(str(path), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from None
+        return self.files[file]

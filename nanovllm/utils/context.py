@@ -1,0 +1,33 @@
+"""Context: what the layers need to know of one step beside the hidden states; tensors only."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class Context:
+    """Inputs of one forward pass over N tokens of B sequences, on the model's device.
+
+    A prefill holds the tokens of each sequence one after another; a decode one token a sequence.
+    """
+
+    is_prefill: bool
+    positions: torch.Tensor
+    """[N] int64: position of each token in its sequence."""
+    slot_mapping: torch.Tensor
+    """[N] int32: where each token's K/V go in the flattened cache; -1 stores nothing."""
+    block_tables: torch.Tensor
+    """[S, max_blocks] int32: block ids of every slot."""
+    rows: torch.Tensor
+    """[B] int32: the slot of each sequence, its row in `block_tables`."""
+    context_lens: torch.Tensor
+    """[B] int32: keys each sequence attends to, those of this step included."""
+    cu_seqlens_q: torch.Tensor | None = None
+    """[B + 1] int32, prefill only: where the tokens of each sequence begin."""
+    query_lens: list[int] | None = None
+    """Prefill only: tokens of each sequence in this step, on the host."""
+    key_lens: list[int] | None = None
+    """`context_lens` on the host: always in a prefill, in a decode only without graphs."""
+    gather: list[torch.Tensor] | None = None
+    """What the torch backend works out in the first layer and uses in all of them."""

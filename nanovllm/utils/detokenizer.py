@@ -1,0 +1,39 @@
+"""Text from token ids: piece by piece where a stop string or a stream needs it; it knows no sequences."""
+
+from typing import Any
+
+# Earlier ids that are decoded along, because a token's text can depend on the one before it.
+_OVERLAP = 5
+
+
+class Detokenizer:
+    """The growing text of one completion; `text` holds only what later tokens cannot change."""
+
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
+        self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
+        self.token_ids: list[int] = []
+        self.num_done = 0  # ids whose text is in `text`
+        self.text = ""
+        self.searched = 0
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        start = max(0, self.num_done - _OVERLAP)
+        known = self._decode(self.token_ids[start : self.num_done])
+        whole = self._decode(self.token_ids[start:])
+        # a replacement character at the end may be the first bytes of a character to come
+        if len(whole) > len(known) and not whole.endswith("�"):
+            self.text += whole[len(known) :]
+            self.num_done = len(self.token_ids)
+
+    def find(self, stops: list[str]) -> str | None:
+        """The stop string that occurs first in the text, if one does."""
+        longest = max(map(len, stops))
+        start = max(0, self.searched - longest)
+        self.searched = len(self.text)
+        found = [(at, stop) for stop in stops if (at := self.text.find(stop, start)) >= 0]
+        return min(found)[1] if found else None
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
+        return text

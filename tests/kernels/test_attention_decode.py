@@ -1,0 +1,84 @@
+"""Paged decode attention against its reference, and this against plain attention."""
+
+import pytest
+import torch
+from common import DEVICE, DTYPES, assert_close, ints, paged_cache, randn
+from torch.nn import functional as F
+
+from nanovllm.kernels.attention_decode import decode_splits, paged_decode_reference, paged_decode_triton
+
+CASES = [  # kv heads, group, dim, block size, splits
+    (2, 2, 128, 256, 1), (2, 2, 128, 256, 8), (3, 1, 64, 16, 3), (1, 8, 64, 48, 1), (1, 8, 64, 48, 8), (2, 7, 32, 16, 3),
+    (1, 4, 80, 16, 1), (1, 2, 96, 48, 2), (1, 16, 32, 16, 1), (1, 1, 256, 16, 4), (1, 5, 48, 48, 8),
+]  # fmt: skip
+LENS = [1, 17, 64, 0, 129, 300]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_decode_equals_the_reference(case, dtype):
+    kv_heads, group, dim, block_size, splits = case
+    caches = paged_cache(LENS, block_size, kv_heads, dim, dtype)
+    q = randn(len(LENS), kv_heads * group, dim, dtype=dtype)
+    out = torch.full_like(q, float("nan"))
+    result = paged_decode_triton(q, *caches, ints(LENS), dim**-0.5, splits, out)
+    assert result is out
+    k, v, tables, rows = caches
+    assert_close(out, paged_decode_reference(q.float(), k.float(), v.float(), tables, rows, ints(LENS), dim**-0.5))
+    assert (out[3] == 0).all()  # no keys: padding
+
+
+def test_the_reference_is_attention_over_each_sequence():
+    k_cache, v_cache, tables, rows = paged_cache(LENS, 16, 2, 32, torch.float32)
+    q = randn(len(LENS), 6, 32)
+    out = paged_decode_reference(q, k_cache, v_cache, tables, rows, ints(LENS), 0.3)
+    for b, n in enumerate(LENS):
+        table = tables[rows[b].item(), : -(-n // 16)].long()
+        k, v = (c[table].flatten(0, 1)[:n].transpose(0, 1).repeat_interleave(3, 0) for c in (k_cache, v_cache))
+        expected = F.scaled_dot_product_attention(q[b, :, None], k, v, scale=0.3)[:, 0] if n else 0 * q[b]
+        torch.testing.assert_close(out[b], expected)
+
+
+def test_several_splits_give_the_same_bits_every_time():
+    caches = paged_cache([500, 700], 16, 1, 64, torch.bfloat16)
+    q = randn(2, 4, 64, dtype=torch.bfloat16)
+    a, b = (paged_decode_triton(q, *caches, ints([500, 700]), 0.125, 8) for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_queries_may_be_a_view_of_qkv_rows():
+    caches = paged_cache([40, 3], 16, 1, 64, torch.float32)
+    qkv = randn(2, 4, 64)
+    out = paged_decode_triton(qkv[:, :2], *caches, ints([40, 3]), 0.125)
+    assert_close(out, paged_decode_reference(qkv[:, :2], *caches, ints([40, 3]), 0.125))
+
+
+def test_splits_fill_the_device_at_small_batches_and_vanish_at_large_ones():
+    assert decode_splits(256, 8, 132) == 1
+    assert decode_splits(1, 8, 132) >= 16
+    assert all(decode_splits(b, h, s) >= 1 for b in (1, 7, 512) for h in (1, 8, 64) for s in (1, 132))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a cache past 2^31 elements")
+def test_offsets_past_31_bits_are_reached():
+    blocks = 2**31 // (256 * 8 * 128) + 64
+    k_cache, v_cache = torch.zeros(2, blocks, 256, 8, 128, dtype=torch.bfloat16, device=DEVICE)
+    k_cache[-1], v_cache[-1] = randn(2, 256, 8, 128, dtype=torch.bfloat16)
+    q, tables = randn(1, 16, 128, dtype=torch.bfloat16), ints([[blocks - 1]])  # type: ignore[list-item]
+    out = paged_decode_triton(q, k_cache, v_cache, tables, ints([0]), ints([256]), 0.1)
+    assert_close(out, paged_decode_reference(q, k_cache, v_cache, tables, ints([0]), ints([256]), 0.1))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA graphs")
+def test_a_captured_graph_follows_the_lengths():
+    caches = paged_cache([600, 900], 16, 2, 128, torch.bfloat16)
+    q, lens = randn(2, 4, 128, dtype=torch.bfloat16), ints([600, 900])
+    paged_decode_triton(q, *caches, lens, 0.1, 8)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_decode_triton(q, *caches, lens, 0.1, 8)
+    for new in ([600, 900], [1, 0], [64, 65], [599, 2]):
+        lens.copy_(ints(new))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert_close(out, paged_decode_reference(q, *caches, lens, 0.1))

@@ -1,0 +1,70 @@
+"""q/k norm + RoPE + store, and store alone, against references."""
+
+import pytest
+import torch
+from common import DEVICE, DTYPES, assert_close, ints, randn
+from torch import Tensor
+
+from nanovllm.kernels.rope import (
+    norm_rope_store_reference,
+    norm_rope_store_triton,
+    store_kv_reference,
+    store_kv_triton,
+)
+
+
+def cos_sin_table(dim: int, length: int = 300) -> Tensor:
+    angles = torch.arange(length)[:, None] * 1e4 ** (-torch.arange(0, dim, 2) / dim)
+    return torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
+
+
+def poisoned_caches(blocks: int, block_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((2, blocks, block_size, kv_heads, dim), float("nan"), dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,block_size,norm",
+    [(16, 8, 128, 256, True), (3, 3, 64, 16, True), (8, 1, 80, 48, False), (14, 2, 96, 16, True), (9, 3, 32, 48, True),
+     (2, 1, 256, 16, False), (32, 8, 64, 16, True)],
+)  # fmt: skip
+def test_q_is_returned_and_k_and_v_are_stored_in_their_slots(heads, kv_heads, dim, block_size, norm, dtype):
+    slots = ints([3, -1, 2 * block_size - 1, 0, block_size])
+    positions = ints([0, 5, 299, 1, 17], torch.int64 if norm else torch.int32)
+    qkv = randn(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
+    weights = [randn(dim, dtype=dtype, seed=s) if norm else None for s in (1, 2)]
+    ours = poisoned_caches(3, block_size, kv_heads, dim, dtype)
+    q = norm_rope_store_triton(qkv, *weights, cos_sin_table(dim), positions, slots, *ours, 1e-6)
+    theirs = poisoned_caches(3, block_size, kv_heads, dim, torch.float32)
+    weights = [None if w is None else w.float() for w in weights]
+    expected = norm_rope_store_reference(qkv.float(), *weights, cos_sin_table(dim), positions, slots, *theirs, 1e-6)
+    assert q.shape == (5, heads, dim) and q.dtype == dtype
+    assert_close(q, expected)
+    written = ~theirs.isnan()
+    assert written.sum() == 2 * 4 * kv_heads * dim
+    assert torch.equal(~ours.isnan(), written)  # nothing else is touched
+    assert_close(ours[0][written[0]], theirs[0][written[0]])
+    assert torch.equal(ours[1][written[1]].float(), theirs[1][written[1]])  # values are copied
+
+
+def test_the_reference_rotates_halves_as_transformers_does():
+    dim, q = 8, randn(1, 3 * 8)
+    cos, sin = (t.repeat(2) for t in cos_sin_table(dim)[7].chunk(2))
+    x = q[0, :dim]
+    expected = x * cos + torch.cat((-x[dim // 2 :], x[: dim // 2])) * sin
+    caches = poisoned_caches(1, 16, 1, dim, torch.float32)
+    out = norm_rope_store_reference(q, None, None, cos_sin_table(dim), ints([7]), ints([0]), *caches, 1e-6)
+    torch.testing.assert_close(out[0, 0], expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads,dim,block_size", [(8, 128, 256), (3, 80, 16), (1, 32, 48)])
+def test_store_kv_writes_strided_rows_to_their_slots_only(kv_heads, dim, block_size, dtype):
+    kv = randn(4, 2 * kv_heads + 1, dim, dtype=dtype)
+    k, v = kv[:, :kv_heads], kv[:, kv_heads : 2 * kv_heads]
+    slots = ints([block_size, -1, 5, 0])
+    ours, theirs = (poisoned_caches(2, block_size, kv_heads, dim, dtype) for _ in range(2))
+    store_kv_triton(k, v, slots, *ours)
+    store_kv_reference(k, v, slots, *theirs)
+    assert (~theirs.isnan()).sum() == 2 * 3 * kv_heads * dim
+    assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
