@@ -15,6 +15,13 @@ _CHOICES = {
     "attention_backend": ("auto", "flash_attn", "triton", "torch"),
     "load_format": ("auto", "dummy"),
 }
+# What each rope type that is supported needs beside `rope_theta`.
+_ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 @dataclass(slots=True)
@@ -37,7 +44,7 @@ class ModelConfig:
     rope: dict[str, Any]
     """`rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings."""
     eos_token_ids: list[int]
-    """Union of the ids in `config.json` and `generation_config.json`, ascending."""
+    """Union of the ids in `config.json`, `generation_config.json` and the tokenizer's files, ascending."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -46,10 +53,10 @@ class ModelConfig:
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
 
-        def need(name: str, kind: type = int) -> Any:
+        def need(name: str) -> int:
             value = raw.get(name)
-            if not isinstance(value, kind) or (kind is int and value <= 0):
-                raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be a {kind.__name__} > 0")
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be an integer > 0")
             return value
 
         architectures = raw.get("architectures")
@@ -78,7 +85,7 @@ class ModelConfig:
             attention_bias=bool(raw.get("attention_bias", False)),
             dtype=_checkpoint_dtype(raw),
             rope=_rope_settings(raw, folder),
-            eos_token_ids=sorted(set(_id_list(raw)) | set(_id_list(generation))),
+            eos_token_ids=sorted({*_id_list(raw), *_id_list(generation), *_tokenizer_eos(folder)}),
         )
 
 
@@ -179,12 +186,27 @@ def _rope_settings(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    if rope["rope_type"] not in ("default", "linear", "llama3", "yarn"):
+    needed = _ROPE_FIELDS.get(rope["rope_type"])
+    if needed is None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: rope_type={rope['rope_type']!r} is not supported "
-            "(default, linear, llama3 and yarn are)"
+            f"{folder / 'config.json'}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}"
         )
+    if rope["rope_type"] == "yarn":
+        rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
+    for name in ("rope_theta", *needed):
+        if not isinstance(rope.get(name), Real):
+            raise CheckpointError(f"{folder / 'config.json'}: rope setting {name}={rope.get(name)!r} must be a number")
     return rope
+
+
+def _tokenizer_eos(folder: Path) -> list[int]:
+    """The id of the tokenizer's own end token, read from its files without loading it."""
+    settings, tokenizer = folder / "tokenizer_config.json", folder / "tokenizer.json"
+    token = _read_json(settings).get("eos_token") if settings.is_file() else None
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is None or not tokenizer.is_file():
+        return []
+    return [t["id"] for t in _read_json(tokenizer).get("added_tokens", []) if t["content"] == content]
 
 
 def _id_list(raw: dict[str, Any]) -> list[int]:

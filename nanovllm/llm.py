@@ -10,6 +10,7 @@ from tqdm.auto import tqdm
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.detokenizer import Detokenizer
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -64,9 +65,9 @@ class LLM(LLMEngine):
         conversations = messages if several else [messages] if messages else []
         texts = [
             self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
+                chat, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
             )
-            for conversation in conversations
+            for chat in conversations
         ]
         params = _one_each(sampling_params, len(texts))
         return self._run(self._make_sequences(self._tokenize(texts, special_tokens=False), params), use_tqdm)
@@ -76,7 +77,38 @@ class LLM(LLMEngine):
 
         Text comes only once it cannot change any more. Leaving the loop early aborts the request.
         """
-        raise NotImplementedError
+        params = sampling_params or SamplingParams()
+        (ids,) = self._tokenize(_as_list(prompt))
+        seq = self._make_sequence(ids, params)
+        if params.detokenize and seq.detokenizer is None and self._has_tokenizer:
+            seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        return self._stream(seq)
+
+    def _stream(self, seq: Sequence) -> Iterator[dict[str, Any]]:
+        self._enqueue(seq)
+        # what may be the beginning of a stop string is held back until it cannot be one any more
+        num_held = max((len(stop) - 1 for stop in seq.stop_strings), default=0)
+        num_sent, text_sent = 0, 0
+        try:
+            while not seq.is_finished:
+                for done in self._step():
+                    if done is not seq:
+                        self.unclaimed.append(self._output(done))
+                if seq.is_finished:
+                    break
+                new_ids = seq.completion_token_ids[num_sent:]
+                num_sent += len(new_ids)
+                text = ""
+                if seq.detokenizer is not None:
+                    seq.detokenizer.catch_up(seq.completion_token_ids)
+                    text = seq.detokenizer.text[text_sent : max(text_sent, len(seq.detokenizer.text) - num_held)]
+                    text_sent += len(text)
+                if new_ids:
+                    yield {"seq_id": seq.seq_id, "text": text, "token_ids": new_ids, "finish_reason": None}
+            output = self._output(seq)
+            yield {**output, "text": output["text"][text_sent:], "token_ids": output["token_ids"][num_sent:]}
+        finally:
+            self.abort(seq.seq_id)
 
     # Inside
 
@@ -134,7 +166,8 @@ def _as_list(prompts: Any) -> list[Any]:
     if hasattr(prompts, "tolist"):  # a numpy array or a tensor of ids
         prompts = prompts.tolist()
     if not isinstance(prompts, (list, tuple)):
-        raise TypeError(f"prompts is {type(prompts).__name__}: must be a string, a list of token ids, or a list of either")
+        kind = type(prompts).__name__
+        raise TypeError(f"prompts is {kind}: must be a string, a list of token ids, or a list of either")
     if prompts and isinstance(prompts[0], Integral):
         return [list(prompts)]
     items = []

@@ -1,6 +1,7 @@
 """SamplingParams: how one request is sampled and when it stops; every field is checked on creation."""
 
 import math
+import sys
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -91,7 +92,7 @@ class SamplingParams:
         allowed = f"a finite number {'>' if exclusive_low else '>='} {low:g}"
         if high != math.inf:
             allowed = f"a number in {'(' if exclusive_low else '['}{low:g}, {high:g}]"
-        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
             _fail(name, value, allowed)
         if not low <= value <= high or (exclusive_low and value == low):
             _fail(name, value, allowed)

@@ -29,6 +29,8 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config.create(model, **options)
+        if (size := self.config.tensor_parallel_size) > 1:
+            raise ValueError(f"tensor_parallel_size={size}: must be 1, more ranks are not supported yet")
         # imported late: `import nanovllm` stays cheap, and options are checked before torch is loaded
         from nanovllm.engine.model_runner import ModelRunner
 

@@ -59,7 +59,7 @@ class ModelRunner:
         self.device = _pick_device(config.device)
         self.is_cuda = self.device.type == "cuda"
         self.dtype = _pick_dtype(config, self.device)
-        self.backend = make_backend(config.attention_backend, self.device, config.kvcache_block_size)
+        self.backend = make_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         try:
             self._build()
         except torch.OutOfMemoryError as error:

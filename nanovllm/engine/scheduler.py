@@ -43,15 +43,16 @@ class Batch:
 
 class Scheduler:
     def __init__(self, config: Config, num_blocks: int, eos_ids: Iterable[int] = ()) -> None:
-        self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        # a decode step has a token of every running sequence, and that limit holds for it as well
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = config.max_model_len
         self.block_size = config.kvcache_block_size
         self.block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
         self.eos_ids = frozenset(eos_ids)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}
-        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # Admission: `full` once a prompt did not fit, until one that left makes another try worthwhile.
         self.full = False
         self.num_left = 0
@@ -121,14 +122,14 @@ class Scheduler:
             seq.token_ids.append(token_id)
             seq.last_token = token_id
             seq.num_tokens = num_tokens = seq.num_tokens + 1
+            if num_tokens % block_size == 1 and seq.block_table:
+                # the ids before this one are known, their K/V written: the block they fill can be shared
+                self.block_manager.register(seq, num_tokens - 1)
             if (token_id in seq.stop_ids or seq.stop_strings) and self._stops(seq, token_id):
                 finished.append(seq)
             elif num_tokens >= seq.max_num_tokens:
                 self._finish(seq, "length")
                 finished.append(seq)
-            elif num_tokens % block_size == 1 and seq.block_table:
-                # the ids before this one are known, their K/V written: the block they fill can be shared
-                self.block_manager.register(seq, num_tokens - 1)
         return finished
 
     # Prefill
@@ -194,12 +195,11 @@ class Scheduler:
         size = self.block_size
         seqs = (*self.running.values(), newcomer)
         held = np.array([len(seq.block_table) for seq in seqs])
-        tokens = np.array([seq.num_cached_tokens for seq in seqs])
+        tokens = np.array([seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs])
         held[-1], tokens[-1] = newcomer.num_blocks, newcomer.num_tokens
         left = np.array([self._expected_num_tokens(seq) for seq in seqs]) - 1 - tokens
-        total = -(-(tokens + left) // size)
-        own = total - np.array([seq.num_hit_tokens // size for seq in seqs])
-        now = left[:, None]
+        own = held - np.array([seq.num_hit_tokens // size for seq in seqs])
+        now = left[:, None] + 1
         needed = np.where(left + 1 >= now, -(-(tokens + now) // size) - held, -own).sum(axis=1)
         return bool((needed <= free_blocks).all())
 
@@ -245,6 +245,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
+        self.block_manager.register(seq, seq.num_cached_tokens)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         seq.is_prefill = True
@@ -277,7 +278,8 @@ class Scheduler:
             mean = self.mean_completion
             length = seq.num_completion_tokens
             self.mean_completion = length if mean is None else mean + (length - mean) / 32
-        self.waiting.pop(seq.seq_id, None)
+        if self.waiting.pop(seq.seq_id, None) is not None:
+            self.full = False  # the one behind it may fit
         if seq.slot >= 0:
             self._release(seq)
 

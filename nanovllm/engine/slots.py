@@ -7,7 +7,6 @@ part, and new blocks. Sampled ids are written back here and never wait for the h
 import torch
 
 
-
 class Slots:
     """State of `num_slots` sequences; one more row, the last, is the padding of captured graphs.
 

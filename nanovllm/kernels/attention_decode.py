@@ -34,23 +34,24 @@ def _decode_kernel(
     q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, scale_log2, q_stride, table_stride,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
     not. Of several splits the last to arrive combines all, in order; counters are zero before and after."""
     hk = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
+    g = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    head_mask = (g < G)[:, None] & (d < D)[None, :]
     n = tl.load(lens + b)
+    table = tables + tl.load(rows + b).to(tl.int64) * table_stride
+    qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(n, per_split), 1)
     if split >= active:
         return
     end = tl.minimum((split + 1) * per_split, n)
-    table = tables + tl.load(rows + b).to(tl.int64) * table_stride
-    g = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    head_mask = (g < G)[:, None] & (d < D)[None, :]
-    qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -77,15 +78,20 @@ def _decode_kernel(
         tl.store(partial_lse + head * SPLITS + split, m + tl.log2(l), mask=g < G)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
         if tl.atomic_add(counters + b * HK + hk, 1, sem="acq_rel", scope="gpu") == active - 1:
-            i = tl.arange(0, BLOCK_S)
-            for j in tl.static_range(G):
-                part = (b * HK * G + hk * G + j) * SPLITS + i
-                mask = (i < active)[:, None] & (d < D)[None, :]
-                lse = tl.load(partial_lse + part, mask=i < active, other=float("-inf"), cache_modifier=".cg")
-                w = tl.exp2(lse - tl.max(lse, 0))
-                a = tl.load(partial + part[:, None] * D + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-                o = tl.sum(a * w[:, None], 0) / tl.sum(w, 0)
-                tl.store(out + (b * HK * G + hk * G + j) * D + d, o.to(out.dtype.element_ty), mask=d < D)
+            i = tl.arange(0, BLOCK_S)[None, :]
+            for first in tl.static_range(0, G, BLOCK_G):
+                j = first + tl.arange(0, BLOCK_G)
+                part = (b * HK * G + hk * G + j)[:, None] * SPLITS + i
+                here = (j < G)[:, None] & (i < active)
+                lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
+                a = tl.load(
+                    partial + part[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
+                    other=0.0, cache_modifier=".cg",
+                )  # fmt: skip
+                w = tl.exp2(lse - tl.maximum(tl.max(lse, 1), -1e30)[:, None])
+                o = tl.sum(a * w[:, :, None], 1) / tl.maximum(tl.sum(w, 1), 1e-30)[:, None]
+                dst = out + (b * HK * G + hk * G + j)[:, None] * D + d[None, :]
+                tl.store(dst, o.to(out.dtype.element_ty), mask=(j < G)[:, None] & (d < D)[None, :])
             tl.store(counters + b * HK + hk, 0)
 
 
@@ -101,8 +107,9 @@ def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def decode_config(dim: int, itemsize: int) -> tuple[int, int, int]:
-    """(keys a tile, warps, stages): a tile of K or V takes 16 KB at most."""
-    return min(max(16384 // (next_power_of_2(dim) * itemsize), 16), 64), 4, 3
+    """(keys a tile, warps, stages): small programs, many to a multiprocessor; a tile of K or V takes at most 8 KB."""
+    keys = min(max(8192 // (next_power_of_2(dim) * itemsize), 16), 64)
+    return keys, 2, 5
 
 
 def paged_decode_triton(
@@ -120,14 +127,15 @@ def paged_decode_triton(
         num_splits = 1
     block_n, warps, stages = config or decode_config(dim, q.element_size())
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
-    group = heads // kv_heads
+    group, block_d, block_s = heads // kv_heads, max(16, next_power_of_2(dim)), next_power_of_2(num_splits)
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
             _counters(device), scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=num_splits,
-            BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=max(16, next_power_of_2(dim)),
-            BLOCK_S=next_power_of_2(num_splits), num_warps=warps, num_stages=stages,
+            BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
+            BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
+            num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
 

@@ -1,6 +1,7 @@
 """Prefill attention over the paged cache: sequences of any length, causal, behind a cached prefix or earlier chunks."""
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,22 +33,23 @@ def paged_prefill_reference(
 
 @triton.jit
 def _prefill_kernel(
-    q, k_cache, v_cache, out, tables, rows, cu_seqlens, lens, scale_log2, q_stride, table_stride,
+    q, k_cache, v_cache, k_tiles, v_tiles, out, tables, rows, cu_seqlens, lens, scale_log2, q_stride, table_stride,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WS: tl.constexpr, ZERO: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, sequence, tile): BLOCK_M // G query tokens with all G heads of the group, which share K and V.
-    Late tiles, which have the most keys, start first. TMA: the caches are descriptors of [slots, HK * D]."""
+    Late tiles, which have the most keys, start first. First the keys that every row sees, without a mask (TMA: through
+    k_tiles and v_tiles, descriptors of the caches as [slots, HK * D]), then the diagonal."""
     TOKENS: tl.constexpr = BLOCK_M // G
     hk = tl.program_id(0)
     b = tl.program_id(1)
+    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
     q0 = tl.load(cu_seqlens + b)
     length = tl.load(cu_seqlens + b + 1) - q0
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
-    if first >= length:
-        return
     n = tl.load(lens + b)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
+    if first >= length:
+        return
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     token = first + r // G
@@ -60,26 +62,20 @@ def _prefill_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for MASKED in tl.static_range(2):
-        for start in tl.range(full if MASKED else 0, end if MASKED else full, BLOCK_N, warp_specialize=WS):
+    for DIAGONAL in tl.static_range(2):
+        for start in tl.range(full if DIAGONAL else 0, end if DIAGONAL else full, BLOCK_N):
             keys = start + tl.arange(0, BLOCK_N)
-            if TMA:
+            if TMA and not DIAGONAL:
                 slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
-                k = k_cache.load([slot, hk * D])
-                v = v_cache.load([slot, hk * D])
-                if MASKED and ZERO:
-                    v = tl.where((keys < n)[:, None], v, 0.0)
+                k = k_tiles.load([slot, hk * D])
+                v = v_tiles.load([slot, hk * D])
             else:
                 offs = (cache_slots(table, start, n, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
-                if MASKED or D != BLOCK_D:
-                    mask = (keys < n)[:, None] & (d < D)[None, :]
-                    k = tl.load(k_cache + offs, mask=mask, other=0.0)
-                    v = tl.load(v_cache + offs, mask=mask, other=0.0)
-                else:
-                    k = tl.load(k_cache + offs)
-                    v = tl.load(v_cache + offs)
+                mask = (keys < n)[:, None] & (d < D)[None, :]  # 0 past the end: whatever lies there may be NaN
+                k = tl.load(k_cache + offs, mask=mask, other=0.0)
+                v = tl.load(v_cache + offs, mask=mask, other=0.0)
             s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            if MASKED:
+            if DIAGONAL:
                 s = tl.where((keys[None, :] <= position[:, None]) & (keys < n)[None, :], s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
             alpha = tl.exp2(m - m_new)
@@ -92,44 +88,46 @@ def _prefill_kernel(
     tl.store(dst, acc.to(out.dtype.element_ty), mask=row_mask)
 
 
-def prefill_config(
-    dim: int, itemsize: int, capability: tuple[int, int], max_tile: int
-) -> tuple[int, int, int, int, bool]:
-    """(rows a tile, keys a tile, warps, stages, TMA) for a device; max_tile: rows of the longest sequence and group."""
+class PrefillConfig(NamedTuple):
+    rows: int  # query rows a tile: tokens times heads of a group
+    keys: int  # keys a tile
+    warps: int
+    stages: int
+    tma: bool = False  # needs a power-of-two head dim and whole tiles in a block
+    registers: int | None = None  # at most, a thread: 128 lets two programs of 8 warps share a multiprocessor
+
+
+def prefill_config(dim: int, itemsize: int, capability: tuple[int, int]) -> PrefillConfig:
     if itemsize == 4:
-        return 32, 32 if dim <= 128 else 16, 4, 1, False
-    if capability[0] < 9:
-        return 64, 64 if dim <= 128 else 32, 4, 2, False
-    return 128, 64, 8, 3, False
+        return PrefillConfig(32, 32 if dim <= 64 else 16, 4, 1)
+    if capability[0] in (9, 10):
+        return PrefillConfig(128, 64, 8, 2, True, 128 if dim <= 128 else None)
+    return PrefillConfig(64, 64 if dim <= 128 else 32, 4, 2)
 
 
 def paged_prefill_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, cu_seqlens_q: Tensor,
-    context_lens: Tensor, max_seqlen_q: int, scale: float,
-    config: tuple[int, int, int, int, bool] | None = None, ws: bool = False, zero: bool = True,
+    context_lens: Tensor, max_seqlen_q: int, scale: float, config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
     (total, heads, dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
-    group = heads // kv_heads
+    group, block_d = heads // kv_heads, max(16, next_power_of_2(dim))
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-    block_m, block_n, warps, stages, tma = config or prefill_config(
-        dim, q.element_size(), capability, max_seqlen_q * group
-    )
-    block_m = max(block_m, next_power_of_2(group))
-    block_d = max(16, next_power_of_2(dim))
-    k, v = k_cache, v_cache
-    tma = tma and block_d == dim and block_size % block_n == 0
+    if config is None:
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
+        config = prefill_config(dim, q.element_size(), capability)
+    block_m, block_n = max(config.rows, next_power_of_2(group)), config.keys
+    tma = config.tma and block_d == dim and block_size % block_n == 0
+    tiles: list[Any] = [k_cache, v_cache]
     if tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        shape, strides = [k.shape[0] * block_size, kv_heads * dim], [kv_heads * dim, 1]
-        k = TensorDescriptor(k, shape, strides, [block_n, dim])
-        v = TensorDescriptor(v, shape, strides, [block_n, dim])
+        tiles = [TensorDescriptor.from_tensor(c.view(-1, kv_heads * dim), [block_n, dim]) for c in (k_cache, v_cache)]
     if total:
         _prefill_kernel[(kv_heads, rows.shape[0], -(-max_seqlen_q // (block_m // group)))](
-            q, k, v, out, block_tables, rows, cu_seqlens_q, context_lens, scale * math.log2(math.e), q.stride(0),
-            block_tables.stride(0), HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, TMA=tma,
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d, WS=ws, ZERO=zero, num_warps=warps, num_stages=stages,
+            q, k_cache, v_cache, *tiles, out, block_tables, rows, cu_seqlens_q, context_lens,
+            scale * math.log2(math.e), q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim,
+            BLOCK_SIZE=block_size, TMA=tma, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
         )  # fmt: skip
     return out
 

@@ -69,12 +69,13 @@ def _norm_rope_store_kernel(
         f2 = f2 * rstd * w2
     y1 = tl.where(is_v, x1, (f1 * cos - f2 * sin).to(x1.dtype))
     y2 = tl.where(is_v, x2, (f2 * cos + f1 * sin).to(x2.dtype))
-    tl.store(q_out + token * (HQ * D) + offs, y1, mask=mask & is_q)
-    tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=mask & is_q)
+    q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
+    tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
+    tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
     cache = v_cache if is_v else k_cache
-    stored = mask & (slot >= 0) & (i >= QB)
-    tl.store(cache + slot * (HK * D) + offs, y1, mask=stored)
-    tl.store(cache + slot * (HK * D) + offs + D // 2, y2, mask=stored)
+    cache_mask = (head < tl.where(is_q, 0, tl.where(slot >= 0, HK, 0)))[:, None] & in_half[None, :]
+    tl.store(cache + slot * (HK * D) + offs, y1, mask=cache_mask)
+    tl.store(cache + slot * (HK * D) + offs + D // 2, y2, mask=cache_mask)
 
 
 def norm_rope_store_triton(

@@ -34,8 +34,9 @@ def sample_with_scores_reference(
 ) -> tuple[Tensor, Tensor]:
     ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
     t = temperatures[:, None]
-    scores = logits.float() / t.where(t > 0, 1.0)
-    scores = torch.where(t > 0, scores + gumbel_reference(seeds, positions, ids), scores)
+    scores = logits.float()
+    if bool((t > 0).any()):
+        scores = torch.where(t > 0, scores / t.where(t > 0, 1.0) + gumbel_reference(seeds, positions, ids), scores)
     scores = scores.masked_fill(scores.isnan(), -math.inf)
     best = scores.amax(1)
     return best, ids.where(scores == best[:, None], ids[-1]).amin(1)

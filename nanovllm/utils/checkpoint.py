@@ -32,11 +32,13 @@ class Checkpoint:
             for path in sorted(self.folder.glob("*.safetensors")):
                 self.file_of.update(dict.fromkeys(self._open(path.name).keys(), path.name))
         if not self.file_of:
-            others = sorted(p.name for p in self.folder.glob("*.bin")) + sorted(p.name for p in self.folder.glob("*.pt"))
-            hint = f"; {others[0]} is pickled and never read, save the model with safe_serialization=True" if others else ""
+            pickled = [p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth")]
+            hint = f"; pickled weights ({pickled[0]}) are never read, convert them to safetensors" if pickled else ""
             raise CheckpointError(f"no *.safetensors in {self.folder}{hint}")
 
-    def read(self, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0, size: int | None = None) -> torch.Tensor | None:
+    def read(
+        self, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0, size: int | None = None
+    ) -> torch.Tensor | None:
         """`size` rows from `start` on along `dim` of the tensor `name`, which must have `shape`.
 
         Fewer rows come back where the tensor ends before `start + size`; `None` if it is missing.
@@ -47,7 +49,8 @@ class Checkpoint:
         part = self._open(self.file_of[name]).get_slice(name)
         found = tuple(part.get_shape())
         if found != shape:
-            raise CheckpointError(f"{self.folder / self.file_of[name]}: {name} has shape {found}, the config needs {shape}")
+            where = self.folder / self.file_of[name]
+            raise CheckpointError(f"{where}: {name} has shape {found}, the config needs {shape}")
         self.used.add(name)
         stop = shape[dim] if size is None else min(start + size, shape[dim])
         try:

@@ -26,6 +26,11 @@ class Detokenizer:
             self.text += whole[len(known) :]
             self.num_done = len(self.token_ids)
 
+    def catch_up(self, token_ids: list[int]) -> None:
+        """Append those of all ids so far that have not been."""
+        for token_id in token_ids[len(self.token_ids) :]:
+            self.append(token_id)
+
     def find(self, stops: list[str]) -> str | None:
         """The stop string that occurs first in the text, if one does."""
         longest = max(map(len, stops))

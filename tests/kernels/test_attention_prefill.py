@@ -5,9 +5,9 @@ import torch
 from common import DTYPES, assert_close, ints, paged_cache, randn
 from torch.nn import functional as F
 
-from nanovllm.kernels.attention_prefill import paged_prefill_reference, paged_prefill_triton
+from nanovllm.kernels.attention_prefill import PrefillConfig, paged_prefill_reference, paged_prefill_triton
 
-LARGE, TMA = (128, 64, 8, 1, False), (64, 16, 4, 2, True)
+LARGE, TMA = PrefillConfig(128, 64, 8, 1), PrefillConfig(64, 16, 4, 2, tma=True)
 CASES = [  # kv heads, group, dim, block size, config
     (1, 2, 128, 256, None), (1, 2, 128, 256, TMA), (3, 1, 64, 16, None), (3, 1, 64, 16, TMA), (1, 8, 64, 48, None),
     (1, 7, 32, 16, LARGE), (1, 4, 80, 16, None), (1, 3, 96, 48, None), (1, 1, 256, 256, None), (1, 20, 32, 16, LARGE),

@@ -1,0 +1,230 @@
+"""Throughput and latency of nanovllm on named workloads: `python bench.py [WORKLOAD ...]`; `--help` explains."""
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+# Shapes by name, for `--load-format dummy` without a checkpoint.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "intermediate_size": 3072, "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 12288, "tie_word_embeddings": False,
+    },
+    "qwen3-32b": {
+        "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "intermediate_size": 25600, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+COMMON = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 151645,
+}  # fmt: skip
+# Measured on one H200: bytes a second when only reading, bf16 matrix products a second.
+READ_BANDWIDTH, MATMUL_FLOPS = 4.40e12, 791e12
+
+
+@dataclass
+class Workload:
+    """Prompts as ids, the length of each completion, and the running sequences allowed."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+    max_num_seqs: int = 512
+    shared: int = 0
+    """Leading tokens that all prompts share."""
+
+
+def uniform(n: int, inputs: tuple[int, int], outputs: tuple[int, int], vocab: int, seed: int, seqs: int) -> Workload:
+    r = random.Random(seed)
+    prompts = [[r.randint(0, vocab) for _ in range(r.randint(*inputs))] for _ in range(n)]
+    return Workload(prompts, [r.randint(*outputs) for _ in range(n)], seqs)
+
+
+def shared_prefix(n: int, shared: int, own: int, out: int, vocab: int, seed: int) -> Workload:
+    r = random.Random(seed)
+    head = [r.randint(0, vocab) for _ in range(shared)]
+    return Workload([head + [r.randint(0, vocab) for _ in range(own)] for _ in range(n)], [out] * n, shared=shared)
+
+
+def workloads(seqs: float, length: float, vocab: int, seed: int) -> dict[str, Callable[[], Workload]]:
+    """The workloads by name, number of sequences and lengths scaled."""
+
+    def n(count: int) -> int:
+        return max(1, round(count * seqs))
+
+    def t(tokens: int) -> int:
+        return max(1, round(tokens * length))
+
+    def fixed(count: int, i: int, o: int) -> Callable[[], Workload]:
+        return lambda: uniform(n(count), (t(i), t(i)), (t(o), t(o)), vocab, seed, 512)
+
+    long = (t(100), t(1024))
+    return {
+        "bench": lambda: uniform(n(256), long, long, vocab, seed, 512),
+        "latency": fixed(1, 128, 512),
+        "batch16": fixed(16, 512, 512),
+        "steady": lambda: uniform(n(1024), long, (t(50), t(512)), vocab, seed, n(256)),
+        "prefix": lambda: shared_prefix(n(512), t(2048), t(64), t(64), vocab, seed),
+        "prefill": fixed(64, 3500, 8),
+    }
+
+
+def floor_seconds(work: Workload, hf: Any, itemsize: int, num_gpus: int) -> float:
+    """Least time on H200s: K/V that each token must read, weights once a step, prefill at full matrix speed.
+
+    The K/V of a shared prefix are counted for every sequence, as if each had its own.
+    """
+    kv_heads, heads, dim, layers = hf.num_key_value_heads, hf.num_attention_heads, hf.head_dim, hf.num_hidden_layers
+    layer = hf.hidden_size * (2 * heads + 2 * kv_heads) * dim + 3 * hf.hidden_size * hf.intermediate_size
+    weights = layers * layer + hf.vocab_size * hf.hidden_size
+    keys = sum(o * len(p) + o * (o - 1) // 2 for p, o in zip(work.prompts, work.outputs))
+    kv_bytes = keys * 2 * layers * kv_heads * dim * itemsize
+    lanes = min(len(work.prompts), work.max_num_seqs)
+    steps = max(max(work.outputs), sum(work.outputs) / lanes)
+    computed = sum(len(p) for p in work.prompts) - work.shared * (len(work.prompts) - 1)
+    pairs = sum((len(p) ** 2 - work.shared**2) / 2 for p in work.prompts)
+    flops = 2 * layers * layer * computed + 4 * layers * heads * dim * pairs
+    seconds = (kv_bytes + weights * itemsize * steps) / READ_BANDWIDTH + flops / MATMUL_FLOPS
+    return float(seconds / num_gpus)
+
+
+def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
+    from nanovllm import LLM, SamplingParams
+
+    start = time.perf_counter()
+    params = [
+        SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n, detokenize=False)
+        for n in work.outputs
+    ]
+    options = {
+        "max_model_len": args.max_model_len, "max_num_seqs": min(work.max_num_seqs, args.max_num_seqs),
+        "tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager,
+        "device": args.device, "dtype": args.dtype, "load_format": args.load_format,
+        "attention_backend": args.attention_backend,
+    }  # fmt: skip
+    with LLM(model, **options) as llm:
+        startup = time.perf_counter() - start
+        seconds, first_token = [], []
+        before = after = llm.stats()
+        for _ in range(args.repeats + 1):  # the first call is reported apart
+            llm.scheduler.block_manager.clear_cache()  # a repeat must not find the prompts of the one before
+            before = after
+            start = time.perf_counter()
+            for prompt, p in zip(work.prompts, params):
+                llm.add_request(prompt, p)
+            while not llm.is_finished():
+                llm.step()
+                after = llm.stats()
+                if len(first_token) == len(seconds) and after["num_waiting"] == 0:
+                    first_token.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
+            after = llm.stats()
+        best = min(range(len(seconds)), key=lambda i: seconds[i] if i or not args.repeats else float("inf"))
+        generated = after["generated_tokens"] - before["generated_tokens"]
+        computed = after["prompt_tokens"] - before["prompt_tokens"]
+        cached = after["cached_prompt_tokens"] - before["cached_prompt_tokens"]
+        result = {
+            "seconds": seconds[best], "first_call": seconds[0], "startup": startup,
+            "output_tok_s": generated / seconds[best], "prefill_tok_s": (computed - cached) / first_token[best],
+            "steps": after["steps"] - before["steps"], "preemptions": after["preemptions"] - before["preemptions"],
+        }  # fmt: skip
+        if llm.runner.is_cuda:
+            size = args.tensor_parallel_size
+            result["floor"] = floor_seconds(work, llm.config.hf, llm.runner.dtype.itemsize, size)
+        return result
+
+
+def run_transformers(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """One batch of left-padded prompts through transformers' `generate`, to the longest completion."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    peer = AutoModelForCausalLM.from_pretrained(model, dtype="auto" if torch.cuda.is_available() else torch.float32)
+    peer = peer.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    width = max(map(len, work.prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=peer.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=peer.device)
+    seconds = []
+    n = max(work.outputs)
+    for _ in range(args.repeats + 1):
+        start = time.perf_counter()
+        peer.generate(
+            ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0,
+            eos_token_id=None,
+        )
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds[1:] or seconds)
+    return {"seconds": best, "first_call": seconds[0], "output_tok_s": sum(work.outputs) / best}
+
+
+def main() -> None:
+    names = list(workloads(1, 1, 1, 0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("workloads", nargs="*", default=["bench"], help=f"any of {', '.join(names)}, or 'all'")
+    parser.add_argument("--model", default="qwen3-0.6b", help=f"a folder, or with dummy weights {', '.join(SHAPES)}")
+    parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
+    parser.add_argument("--engine", default=["nanovllm"], nargs="+", choices=["nanovllm", "transformers"])
+    parser.add_argument("--seqs", type=float, default=1.0, help="scale of the number of sequences")
+    parser.add_argument("--length", type=float, default=1.0, help="scale of all lengths")
+    parser.add_argument("--input-len", type=int, help="with --output-len and --num-seqs: one workload of these sizes")
+    parser.add_argument("--output-len", type=int)
+    parser.add_argument("--num-seqs", type=int)
+    parser.add_argument("--repeats", type=int, default=1, help="calls after the first; the best one counts")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    args = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        model = args.model
+        if model in SHAPES:
+            args.load_format = "dummy"
+            model = folder
+            Path(folder, "config.json").write_text(json.dumps({**COMMON, **SHAPES[args.model]}))
+        vocab = min(10000, json.loads(Path(model, "config.json").read_text())["vocab_size"] - 1)
+        table = workloads(args.seqs, args.length, vocab, args.seed)
+        if args.input_len:
+            i, o = args.input_len, args.output_len or args.input_len
+            table = {f"{i}->{o}": lambda: uniform(args.num_seqs or 1, (i, i), (o, o), vocab, args.seed, 512)}
+            args.workloads = list(table)
+        chosen = names if args.workloads == ["all"] else args.workloads
+        if unknown := [name for name in chosen if name not in table]:
+            parser.error(f"unknown workload {unknown[0]!r}: must be any of {', '.join(table)}, or 'all'")
+        results = []
+        heads = ("seconds", "first", "out tok/s", "prefill tok/s")
+        print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
+        for name in chosen:
+            work = table[name]()
+            for engine in args.engine:
+                r = {"nanovllm": run_nanovllm, "transformers": run_transformers}[engine](work, args, model)
+                results.append({"workload": name, "engine": engine, "model": args.model, **r})
+                share = f"{r['floor']:.2f} s ({r['floor'] / r['seconds']:.0%})" if "floor" in r else "-"
+                prefill = f"{r['prefill_tok_s']:>14.0f}" if "prefill_tok_s" in r else f"{'-':>14}"
+                print(
+                    f"{name:<12} {engine:<13} {r['seconds']:>8.3f} {r['first_call']:>8.3f} {r['output_tok_s']:>10.0f} "
+                    f"{prefill} {share}",
+                    flush=True,
+                )
+        if args.json:
+            Path(args.json).write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Everything that is checked and timed on a GPU, in one go: kernels, engine, kernel times, workloads.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+export PYTHONPATH=.
+python3 -m pytest tests/kernels tests/gpu
+python3 tests/gpu/bench_kernels.py
+python3 bench.py all --model qwen3-0.6b --repeats 2
+python3 bench.py bench latency batch16 --model qwen3-8b

@@ -1,0 +1,153 @@
+"""The engine on a GPU: the same answers in every dtype and backend, with graphs and without."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm import LLM, OutOfMemoryError, SamplingParams
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["answers"]
+GREEDY = SamplingParams(temperature=0, max_tokens=300)
+SHAPE_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    "hidden_act": "silu", "attention_bias": False, "eos_token_id": 151645, "hidden_size": 1024,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+    "tie_word_embeddings": True, "initializer_range": 0.05,
+}  # fmt: skip
+
+
+def answers(llm: LLM, one_by_one: bool = False) -> list[list[int]]:
+    prompts = [answer["prompt_token_ids"] for answer in GOLDEN]
+    if one_by_one:
+        return [llm.generate([prompt], GREEDY, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
+    return [output["token_ids"] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_golden_answers_are_exact(tiny_model, backend, dtype, enforce_eager):
+    if backend == "torch" and not enforce_eager:
+        pytest.skip("the torch backend gathers by lengths on the host: no graphs")
+    with LLM(tiny_model, attention_backend=backend, dtype=dtype, enforce_eager=enforce_eager) as llm:
+        expected = [answer["token_ids"] for answer in GOLDEN]
+        assert answers(llm) == expected
+        assert answers(llm, one_by_one=True) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 60, "max_num_batched_tokens": 64},
+        {"kvcache_block_size": 16, "num_kvcache_blocks": 60, "async_scheduling": False},
+        {"max_num_seqs": 5, "max_num_batched_tokens": 7, "enable_prefix_caching": False},
+        {"max_num_seqs": 37},
+    ],
+)
+def test_golden_answers_survive_small_pools_chunks_and_odd_limits(tiny_model, options):
+    with LLM(tiny_model, dtype="float32", **options) as llm:
+        assert answers(llm) == [answer["token_ids"] for answer in GOLDEN]
+
+
+def test_a_seeded_request_gets_the_same_tokens_alone_in_a_batch_eager_and_preempted(tiny_model):
+    prompt = GOLDEN[0]["prompt_token_ids"]
+    seeded = SamplingParams(temperature=1.5, seed=1234, max_tokens=120, ignore_eos=True)
+    other = SamplingParams(temperature=1.0, max_tokens=150, ignore_eos=True)
+    results = []
+    for options in ({}, {"enforce_eager": True}, {"num_kvcache_blocks": 200, "kvcache_block_size": 16}):
+        with LLM(tiny_model, dtype="float32", max_num_seqs=256, **options) as llm:
+            results.append(llm.generate([prompt], seeded, use_tqdm=False)[0]["token_ids"])
+            batch = llm.generate([prompt] * 256, [other] * 100 + [seeded] + [other] * 155, use_tqdm=False)
+            results.append(batch[100]["token_ids"])
+            if "num_kvcache_blocks" in options:
+                llm.scheduler._growth_fits = lambda *_: True  # admit too many: preemption is certain
+                batch = llm.generate([prompt] * 256, [seeded, *[other] * 255], use_tqdm=False)
+                results.append(batch[0]["token_ids"])
+                assert llm.stats()["preemptions"] > 0
+    assert all(result == results[0] for result in results)
+
+
+@pytest.fixture(scope="module")
+def model_06b(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]:
+    """An untrained model in the shape of Qwen3-0.6B, as a folder and as transformers' model on the GPU."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("qwen3-0.6b")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE_06B)).to(torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return str(folder), model
+
+
+def test_logits_of_prefill_and_64_decode_steps_match_transformers(model_06b):
+    folder, model = model_06b
+    torch.manual_seed(1)
+    prompts = [torch.randint(0, 150000, (n,)).tolist() for n in (1, 17, 300, 1000)]
+    with LLM(folder, max_num_seqs=8, enforce_eager=True) as llm:
+        ours: list[torch.Tensor] = []
+        compute = llm.runner.model.compute_logits
+        llm.runner.model.compute_logits = lambda hidden: ours.append(compute(hidden)) or ours[-1]
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=65, ignore_eos=True, detokenize=False), use_tqdm=False
+        )
+    logits = torch.stack(ours)  # [65, prompts, vocabulary]
+    for i, (prompt, output) in enumerate(zip(prompts, outputs)):
+        ids = torch.tensor([prompt + output["token_ids"][:-1]], device="cuda")
+        with torch.inference_mode():
+            reference = model(ids).logits[0, len(prompt) - 1 :]
+        cosine = torch.nn.functional.cosine_similarity(logits[:, i].float(), reference.float(), dim=-1)
+        print(f"prompt of {len(prompt)}: smallest cosine {cosine.min():.6f}")
+        assert cosine.min() >= 0.9999
+
+
+def test_a_full_batch_at_the_model_limit_stays_finite_and_in_memory(model_06b):
+    folder, _ = model_06b
+    torch.cuda.empty_cache()
+    with LLM(folder, max_model_len=1024, max_num_seqs=512, gpu_memory_utilization=0.8) as llm:
+        prompts = [[(i * 7 + j) % 150000 for j in range(1000)] for i in range(512)]
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0.6, max_tokens=None, ignore_eos=True, detokenize=False), use_tqdm=False
+        )
+        assert all(len(output["token_ids"]) == 24 for output in outputs)
+        for graph_logits in llm.runner.graphs.values():
+            assert torch.isfinite(graph_logits[1]).all()
+        free, total = torch.cuda.mem_get_info()
+        assert total - free <= 0.85 * total
+
+
+def test_too_little_memory_is_an_error_with_numbers_and_advice(tiny_model):
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(OutOfMemoryError, match="MiB.*gpu_memory_utilization"):
+        LLM(tiny_model, gpu_memory_utilization=0.001)
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+
+
+def test_memory_comes_back_after_exit_and_engines_can_follow_one_another(tiny_model):
+    free = torch.cuda.mem_get_info()[0]
+    for _ in range(2):
+        with LLM(tiny_model, gpu_memory_utilization=0.5) as llm:
+            assert answers(llm)[0] == GOLDEN[0]["token_ids"]
+    torch.cuda.empty_cache()
+    assert free - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
+    with LLM(tiny_model) as llm:
+        for answer in GOLDEN[:20]:
+            llm.add_request(answer["prompt_token_ids"], GREEDY)
+        for _ in range(5):
+            llm.step()
+        for seq_id in list(llm.sequences):
+            llm.abort(seq_id)
+        stats = llm.stats()
+        assert stats["num_free_blocks"] == stats["num_kvcache_blocks"]
+        assert answers(llm) == [answer["token_ids"] for answer in GOLDEN]
+
+
