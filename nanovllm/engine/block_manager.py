@@ -81,7 +81,7 @@ class BlockManager:
         seq.block_table = list(prefix)
         seq.num_registered_blocks = len(prefix)
         seq.num_cached_tokens = len(prefix) * self.block_size
-        for _ in range(seq.num_blocks - len(prefix)):
+        for _ in range(-(-seq.num_tokens // self.block_size) - len(prefix)):
             self.append_block(seq)
 
     def append_block(self, seq: Sequence) -> int:

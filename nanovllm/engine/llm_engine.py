@@ -9,6 +9,7 @@ from collections import deque
 from functools import cached_property
 from itertools import count
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -51,6 +52,8 @@ class LLMEngine:
         from transformers import AutoTokenizer
 
         try:
+            if not any(any(Path(self.config.model).glob(name)) for name in ("tokenizer*", "vocab.*")):
+                raise FileNotFoundError("it has no tokenizer files")  # transformers would make an empty one
             return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
         except Exception as error:
             raise ValueError(
@@ -108,6 +111,12 @@ class LLMEngine:
         """A checked sequence that is not queued yet."""
         if self.closed:
             raise EngineError("this engine was closed by exit()")
+        if hasattr(prompt, "tolist"):  # a numpy array or a tensor of ids
+            prompt = prompt.tolist()
+        if not isinstance(prompt, (list, tuple)):
+            raise TypeError(f"prompt is {type(prompt).__name__}: must be a string or a list of token ids")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
         for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ())):
             for token_id in ids:

@@ -8,6 +8,7 @@ a pinned buffer and an event. A CPU runs the same code without graphs.
 import os
 from collections.abc import Iterator
 from itertools import accumulate
+from os.path import commonprefix
 
 import numpy as np
 import torch
@@ -81,6 +82,8 @@ class ModelRunner:
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
         self.rows_on_device: list[int] = []
+        self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
         self.rows, self.slot_mapping, self.context_lens = (
             torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(3)
@@ -88,11 +91,20 @@ class ModelRunner:
         self.input_ids, self.positions, self.token_ids = (
             torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
         )
-        self.graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.graph_sizes = _graph_sizes(n) if self.is_cuda and not config.enforce_eager else []
+        # by batch size and whether a shared prefix is read once
+        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.graph_pool = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
+        self.graph_sizes = _graph_sizes(n) if use_graphs else []
         self.num_kvcache_blocks = self._count_blocks()
-        self._allocate_cache(self.num_kvcache_blocks)
-        self._capture(self.graph_sizes)
+        try:
+            self._allocate_cache(self.num_kvcache_blocks)
+        except RuntimeError as error:  # a CPU raises no `torch.OutOfMemoryError`
+            raise OutOfMemoryError(
+                f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit the memory ({error}); lower it"
+            ) from error
+        for size in reversed(self.graph_sizes):  # the largest first: the others fit in its memory
+            self._capture(size)
 
     def exit(self) -> None:
         """Free the device memory; the runner cannot be used afterwards."""
@@ -162,15 +174,19 @@ class ModelRunner:
         rows = [seq.slot for seq in batch.seqs] + [self.slots.padding_row] * (size - n)
         arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
         if rows != self.rows_on_device:
+            shared = len(commonprefix([seq.block_table for seq in batch.seqs])) * self.config.kvcache_block_size
+            self.reads_shared = self.backend.reads_shared_prefix(n, shared)
+            if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
+                self._capture(size, self.reads_shared)
             self.rows_on_device = rows
-            arrays.append(np.array(rows, dtype=np.int32))
+            arrays += [np.array(rows, dtype=np.int32), np.array([shared], dtype=np.int32)]
         if len(arrays) > 1 or batch.new_blocks:
-            (slot, index, block_id), *new_rows = to_device(arrays, self.device)
+            (slot, index, block_id), *changed = to_device(arrays, self.device)
             self.slots.block_tables[slot, index] = block_id
-            for tensor in new_rows:
-                self.rows[:size] = tensor
-        if size in self.graphs:
-            graph, logits = self.graphs[size]
+            if changed:
+                self.rows[:size], self.shared_len[:] = changed
+        if self.graph_sizes:
+            graph, logits = self.graphs[size, self.reads_shared]
             graph.replay()
         else:
             logits = self._decode_step(n, [seq.num_cached_tokens + 1 for seq in batch.seqs])
@@ -188,8 +204,9 @@ class ModelRunner:
         )  # fmt: skip
         input_ids, positions, slot_mapping, context_lens = inputs
         context = Context(
-            False, positions, slot_mapping, slots.block_tables, self.rows[:n], context_lens, key_lens=key_lens
-        )
+            False, positions, slot_mapping, slots.block_tables, self.rows[:n], context_lens, key_lens=key_lens,
+            shared_len=self.shared_len if self.reads_shared else None,
+        )  # fmt: skip
         logits = self.model.compute_logits(self.model(input_ids, context))
         self._sample_into_slots(logits, n)
         return logits
@@ -265,7 +282,7 @@ class ModelRunner:
             # trial captures: the largest graph needs the pool, each further one little more than its nodes
             left = [torch.cuda.mem_get_info()[0]]
             for size in (self.graph_sizes[-1], self.graph_sizes[0]):
-                self._capture([size])
+                self._capture(size)
                 left.append(torch.cuda.mem_get_info()[0])
             reserve = left[0] - left[1] + len(self.graph_sizes) * max(left[1] - left[2], 4 << 20)
             self.graphs.clear()
@@ -295,24 +312,21 @@ class ModelRunner:
     def _decode_padding(self, size: int) -> None:
         """A decode step of padding rows only, which compiles and initialises what a capture cannot."""
         self.rows[:size] = self.slots.padding_row
-        self._decode_step(size)
+        self._decode_step(size, key_lens=[1] * size)
 
-    def _capture(self, sizes: list[int]) -> None:
-        """One graph a size, the largest first, so that the others fit in the memory of its pool."""
-        if not sizes:
-            return
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        for size in reversed(sizes):
-            self._decode_padding(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(stream):
-                graph.capture_begin(pool=pool)
-                try:
-                    logits = self._decode_step(size)
-                finally:
-                    graph.capture_end()
-            self.graphs[size] = (graph, logits)
+    def _capture(self, size: int, reads_shared: bool = False) -> None:
+        """Capture the decode step of `size` sequences; all graphs take their memory from one pool."""
+        self.reads_shared = reads_shared
+        self._decode_padding(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph.capture_begin(pool=self.graph_pool)
+            try:
+                logits = self._decode_step(size)
+            finally:
+                graph.capture_end()
+        self.graphs[size, reads_shared] = (graph, logits)
         self.rows_on_device = []
 
 

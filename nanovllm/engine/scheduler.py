@@ -196,7 +196,7 @@ class Scheduler:
         seqs = (*self.running.values(), newcomer)
         held = np.array([len(seq.block_table) for seq in seqs])
         tokens = np.array([seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs])
-        held[-1], tokens[-1] = newcomer.num_blocks, newcomer.num_tokens
+        held[-1], tokens[-1] = -(-newcomer.num_tokens // size), newcomer.num_tokens
         left = np.array([self._expected_num_tokens(seq) for seq in seqs]) - 1 - tokens
         own = held - np.array([seq.num_hit_tokens // size for seq in seqs])
         now = left[:, None] + 1

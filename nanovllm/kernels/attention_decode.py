@@ -31,13 +31,15 @@ def paged_decode_reference(
 
 @triton.jit
 def _decode_kernel(
-    q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, scale_log2, q_stride, table_stride,
+    q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, shared_len, shared, shared_lse,
+    scale_log2, q_stride, table_stride,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr,
+    BLOCK_G: tl.constexpr, SHARED_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
-    not. Of several splits the last to arrive combines all, in order; counters are zero before and after."""
+    not. Of several splits the last to arrive combines all, in order; counters are zero before and after.
+    With SHARED_SPLITS (then one split) the first shared_len keys come as partial results in `shared`."""
     hk = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -55,7 +57,22 @@ def _decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in tl.range(split * per_split, end, BLOCK_N):
+    head = b * HK * G + hk * G + g
+    first_key = split * per_split
+    if SHARED_SPLITS:
+        first_key = tl.load(shared_len)
+        for i in tl.range(SHARED_SPLITS):
+            part = head * SHARED_SPLITS + i
+            lse = tl.maximum(tl.load(shared_lse + part, mask=g < G, other=-1e30), -1e30)
+            there = head_mask & (lse > -1e30)[:, None]
+            value = tl.load(shared + part[:, None] * D + d[None, :], mask=there, other=0.0)
+            m_new = tl.maximum(m, lse)
+            alpha = tl.exp2(m - m_new)
+            w = tl.exp2(lse - m_new)
+            l = l * alpha + w  # noqa: E741
+            acc = acc * alpha[:, None] + value * w[:, None]
+            m = m_new
+    for start in tl.range(first_key, end, BLOCK_N):
         valid = start + tl.arange(0, BLOCK_N) < end
         offs = (cache_slots(table, start, end, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
         mask = valid[:, None] & (d < D)[None, :]
@@ -70,7 +87,6 @@ def _decode_kernel(
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
         m = m_new
     acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-    head = b * HK * G + hk * G + g
     if active == 1:
         tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=head_mask)
     else:
@@ -102,28 +118,30 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share a sequence's keys: about 4 programs a multiprocessor, a power of two up to 32."""
+    """Programs that share a sequence's keys: about 2 programs a multiprocessor, a power of two up to 32."""
     return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), 32)
 
 
 def decode_config(dim: int, itemsize: int) -> tuple[int, int, int]:
     """(keys a tile, warps, stages): small programs, many to a multiprocessor; a tile of K or V takes at most 8 KB."""
     keys = min(max(8192 // (next_power_of_2(dim) * itemsize), 16), 64)
-    return keys, 2, 5
+    return (keys, 4, 3) if itemsize == 4 else (keys, 2, 5)
 
 
 def paged_decode_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
     scale: float, num_splits: int | None = None, out: Tensor | None = None,
-    config: tuple[int, int, int] | None = None,
+    config: tuple[int, int, int] | None = None, prefix: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
+    """`paged_decode` on the GPU; prefix: shared_len [1] int32, a multiple of the block size and at most every
+    context_len, and the partial results of `shared_prefix_triton` for so many keys."""
     (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
     if out is None:
         out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
     if num_splits is None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
         num_splits = decode_splits(batch, kv_heads, num_sms)
-    if batch * kv_heads > _NUM_COUNTERS:
+    if batch * kv_heads > _NUM_COUNTERS or prefix:
         num_splits = 1
     block_n, warps, stages = config or decode_config(dim, q.element_size())
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
@@ -131,11 +149,11 @@ def paged_decode_triton(
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
-            _counters(device), scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
+            _counters(device), *(prefix or (context_lens, partial, partial)), scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=num_splits,
             BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
-            num_warps=warps, num_stages=stages,
+            SHARED_SPLITS=prefix[2].shape[2] if prefix else 0, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out
 

@@ -38,8 +38,9 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, sequence, tile): BLOCK_M // G query tokens with all G heads of the group, which share K and V.
-    Late tiles, which have the most keys, start first. First the keys that every row sees, without a mask (TMA: through
-    k_tiles and v_tiles, descriptors of the caches as [slots, HK * D]), then the diagonal."""
+    Late tiles, which have the most keys, start first. TMA: k_tiles and v_tiles are descriptors of the caches as
+    [slots, HK * D]; they serve for whole tiles of keys. Where the keys end within a tile, loads are masked: what lies
+    behind may be NaN."""
     TOKENS: tl.constexpr = BLOCK_M // G
     hk = tl.program_id(0)
     b = tl.program_id(1)
@@ -52,31 +53,34 @@ def _prefill_kernel(
         return
     r = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
-    token = first + r // G
-    row_mask = ((token < length) & (r < TOKENS * G))[:, None] & (d < D)[None, :]
+    token = r // G
+    row_mask = ((token < length - first) & (r < TOKENS * G))[:, None] & (d < D)[None, :]
     head = (hk * G + r % G) * D
-    qt = tl.load(q + ((q0 + token).to(tl.int64) * q_stride + head)[:, None] + d[None, :], mask=row_mask, other=0.0)
-    position = n - length + token
+    src = q + (q0 + first).to(tl.int64) * q_stride + (token * q_stride + head)[:, None] + d[None, :]
+    qt = tl.load(src, mask=row_mask, other=0.0)
+    position = n - length + first + token
     end = tl.minimum(n, n - length + first + TOKENS)
     full = (n - length + first + 1) // BLOCK_N * BLOCK_N  # every row sees every key before
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for DIAGONAL in tl.static_range(2):
-        for start in tl.range(full if DIAGONAL else 0, end if DIAGONAL else full, BLOCK_N):
+    whole = tl.minimum(tl.cdiv(end, BLOCK_N), n // BLOCK_N) * BLOCK_N
+    for TAIL in tl.static_range(2):
+        # the tail is one tile at most: a pipeline there would only take registers from the other loop
+        for start in tl.range(whole if TAIL else 0, end if TAIL else whole, BLOCK_N, num_stages=1 if TAIL else None):
             keys = start + tl.arange(0, BLOCK_N)
-            if TMA and not DIAGONAL:
+            if TMA and not TAIL:
                 slot = tl.load(table + start // BLOCK_SIZE) * BLOCK_SIZE + start % BLOCK_SIZE
                 k = k_tiles.load([slot, hk * D])
                 v = v_tiles.load([slot, hk * D])
             else:
                 offs = (cache_slots(table, start, n, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
-                mask = (keys < n)[:, None] & (d < D)[None, :]  # 0 past the end: whatever lies there may be NaN
+                mask = (keys < n)[:, None] & (d < D)[None, :]
                 k = tl.load(k_cache + offs, mask=mask, other=0.0)
                 v = tl.load(v_cache + offs, mask=mask, other=0.0)
             s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-            if DIAGONAL:
-                s = tl.where((keys[None, :] <= position[:, None]) & (keys < n)[None, :], s, float("-inf"))
+            if start >= full:
+                s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
             alpha = tl.exp2(m - m_new)
             p = tl.exp2(s * scale_log2 - m_new[:, None])
@@ -84,7 +88,7 @@ def _prefill_kernel(
             acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
             m = m_new
     acc = acc / l[:, None]
-    dst = out + ((q0 + token).to(tl.int64) * (HK * G * D) + head)[:, None] + d[None, :]
+    dst = out + (q0 + first).to(tl.int64) * (HK * G * D) + (token * (HK * G * D) + head)[:, None] + d[None, :]
     tl.store(dst, acc.to(out.dtype.element_ty), mask=row_mask)
 
 
@@ -97,12 +101,18 @@ class PrefillConfig(NamedTuple):
     registers: int | None = None  # at most, a thread: 128 lets two programs of 8 warps share a multiprocessor
 
 
-def prefill_config(dim: int, itemsize: int, capability: tuple[int, int]) -> PrefillConfig:
+def prefill_config(
+    dim: int, itemsize: int, capability: tuple[int, int], block_size: int, tokens: int
+) -> PrefillConfig:
     if itemsize == 4:
-        return PrefillConfig(32, 32 if dim <= 64 else 16, 4, 1)
-    if capability[0] in (9, 10):
-        return PrefillConfig(128, 64, 8, 2, True, 128 if dim <= 128 else None)
-    return PrefillConfig(64, 64 if dim <= 128 else 32, 4, 2)
+        return PrefillConfig(32, 16, 8, 1)
+    if capability[0] not in (9, 10):
+        return PrefillConfig(128, 64, 8, 2) if dim <= 128 else PrefillConfig(64, 32, 8, 2)
+    registers = 128 if dim <= 128 else None
+    # building the descriptors costs the host 50 us a launch: only where the GPU is busy for longer
+    if tokens >= 2048 and block_size % 64 == 0 and dim == next_power_of_2(dim):
+        return PrefillConfig(128, 64, 8, 2, tma=True, registers=registers)
+    return PrefillConfig(128, 64, 8, 3 if dim <= 128 else 2, registers=registers)
 
 
 def paged_prefill_triton(
@@ -110,23 +120,23 @@ def paged_prefill_triton(
     context_lens: Tensor, max_seqlen_q: int, scale: float, config: PrefillConfig | None = None,
 ) -> Tensor:  # fmt: skip
     (total, heads, dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
-    group, block_d = heads // kv_heads, max(16, next_power_of_2(dim))
+    group = heads // kv_heads
     out = torch.empty((total, heads, dim), dtype=q.dtype, device=q.device)
     if config is None:
         capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (8, 0)
-        config = prefill_config(dim, q.element_size(), capability)
-    block_m, block_n = max(config.rows, next_power_of_2(group)), config.keys
-    tma = config.tma and block_d == dim and block_size % block_n == 0
+        config = prefill_config(dim, q.element_size(), capability, block_size, total)
+    block_m = max(config.rows, next_power_of_2(group))
     tiles: list[Any] = [k_cache, v_cache]
-    if tma:
+    if config.tma:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
-        tiles = [TensorDescriptor.from_tensor(c.view(-1, kv_heads * dim), [block_n, dim]) for c in (k_cache, v_cache)]
+        tiles = [TensorDescriptor.from_tensor(c.view(-1, kv_heads * dim), [config.keys, dim]) for c in tiles]
     if total:
         _prefill_kernel[(kv_heads, rows.shape[0], -(-max_seqlen_q // (block_m // group)))](
             q, k_cache, v_cache, *tiles, out, block_tables, rows, cu_seqlens_q, context_lens,
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim,
-            BLOCK_SIZE=block_size, TMA=tma, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=block_d,
+            BLOCK_SIZE=block_size, TMA=config.tma, BLOCK_M=block_m, BLOCK_N=config.keys,
+            BLOCK_D=max(16, next_power_of_2(dim)),
             num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
         )  # fmt: skip
     return out

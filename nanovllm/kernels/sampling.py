@@ -103,10 +103,10 @@ def _best_of_row_kernel(scores, ids, temperatures, out_scores, out_ids, offset, 
 
 
 def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int]:
-    """(logits a tile, tiles a program, warps): at least about 8 programs a multiprocessor, at most 16 tiles each."""
+    """(logits a tile, tiles a program, warps): at least about 8 programs a multiprocessor, at most 8 tiles each."""
     block = 1024
     tiles = batch * vocab // (block * 8 * num_sms)
-    return block, min(max(tiles, 1), 16), 4
+    return block, min(max(tiles, 1), 8), 4
 
 
 def sample_with_scores_triton(

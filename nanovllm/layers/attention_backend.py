@@ -7,8 +7,9 @@ from importlib.util import find_spec
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.attention_decode import paged_decode
+from nanovllm.kernels.attention_decode import paged_decode, paged_decode_triton
 from nanovllm.kernels.attention_prefill import paged_prefill
+from nanovllm.kernels.attention_shared import shared_prefix_triton
 from nanovllm.utils.context import Context
 
 
@@ -16,7 +17,14 @@ class AttentionBackend(ABC):
     """Causal attention of q [N, heads, head_dim] over a cache [blocks, block_size, kv_heads, head_dim].
 
     The K/V of the step are in the cache already. Both methods return [N, heads, head_dim].
+    `fits_graphs`: `decode` needs nothing from the host but shapes, so it can be captured.
     """
+
+    fits_graphs = True
+
+    def reads_shared_prefix(self, batch: int, shared: int) -> bool:
+        """Whether `decode` reads `shared` leading keys of `batch` sequences once, if the context says so."""
+        return False
 
     @abstractmethod
     def prefill(
@@ -33,6 +41,8 @@ class AttentionBackend(ABC):
 
 class TorchBackend(AttentionBackend):
     """Gather and `scaled_dot_product_attention`: for CPUs, and the reference of the other backends."""
+
+    fits_graphs = False  # it gathers as many keys as the longest sequence has
 
     def __init__(self) -> None:
         self.workspace = torch.empty(0)
@@ -95,6 +105,9 @@ class TorchBackend(AttentionBackend):
 class TritonBackend(AttentionBackend):
     """Our own paged kernels: any NVIDIA GPU from compute capability 8.0 on, any block size."""
 
+    def reads_shared_prefix(self, batch: int, shared: int) -> bool:
+        return batch >= 32 and shared >= 512
+
     def prefill(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
     ) -> torch.Tensor:
@@ -107,7 +120,11 @@ class TritonBackend(AttentionBackend):
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
     ) -> torch.Tensor:
-        return paged_decode(q, k_cache, v_cache, context.block_tables, context.rows, context.context_lens, scale)
+        cache = (k_cache, v_cache, context.block_tables, context.rows)
+        if context.shared_len is None:
+            return paged_decode(q, *cache, context.context_lens, scale)
+        prefix = (context.shared_len, *shared_prefix_triton(q, *cache, context.shared_len, scale))
+        return paged_decode_triton(q, *cache, context.context_lens, scale, num_splits=1, prefix=prefix)
 
 
 class FlashAttentionBackend(AttentionBackend):

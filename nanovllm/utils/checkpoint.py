@@ -70,7 +70,9 @@ class Checkpoint:
     def _read_index(self, index: Path) -> None:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not all(isinstance(file, str) for file in weight_map.values()):
+                raise TypeError("a file name is no string")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a valid index: {error!r}") from None
         for file in sorted(set(weight_map.values())):
             if Path(file).name != file:

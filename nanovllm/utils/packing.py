@@ -3,15 +3,20 @@
 import numpy as np
 import torch
 
+_ALIGNMENT = 4  # int32 words: kernels are compiled anew for pointers that are not multiples of 16 bytes
+
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Copy int32, float32 and int64 arrays in one transfer, dtypes and shapes kept; int64 ones come first."""
-    sizes = [a.size * (a.itemsize // 4) for a in arrays]
-    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.int32) for a in arrays], out=packed.numpy())
+    """Copy int32, float32 and int64 arrays in one transfer; dtypes and shapes are kept, starts are aligned."""
+    words = [np.ascontiguousarray(a).reshape(-1).view(np.int32) for a in arrays]
+    starts = np.cumsum([0, *(-(-len(w) // _ALIGNMENT) * _ALIGNMENT for w in words)]).tolist()
+    packed = torch.empty(starts[-1], dtype=torch.int32, pin_memory=device.type == "cuda")
+    host = packed.numpy()
+    for start, w in zip(starts, words):
+        host[start : start + len(w)] = w
     moved = packed.to(device, non_blocking=True)
-    dtypes = {"i": torch.int32, "f": torch.float32}
+    dtypes = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
     return [
-        part.view(torch.int64 if a.itemsize == 8 else dtypes[a.dtype.kind]).view(a.shape)
-        for part, a in zip(moved.split(sizes), arrays)
+        moved[start : start + len(w)].view(dtypes[a.dtype.name]).view(a.shape)
+        for start, w, a in zip(starts, words, arrays)
     ]
