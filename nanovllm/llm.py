@@ -109,6 +109,7 @@ class LLM(LLMEngine):
             yield {**output, "text": output["text"][text_sent:], "token_ids": output["token_ids"][num_sent:]}
         finally:
             self.abort(seq.seq_id)
+            self.unclaimed = [output for output in self.unclaimed if output["seq_id"] != seq.seq_id]
 
     # Inside
 
@@ -128,11 +129,13 @@ class LLM(LLMEngine):
 
     def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[dict[str, Any]]:
         """Queue `sequences`, step until all have ended, return their outputs in the same order."""
-        position = {self._enqueue(seq): i for i, seq in enumerate(sequences)}
+        position = {seq.seq_id: i for i, seq in enumerate(sequences)}
         outputs: list[dict[str, Any]] = [{}] * len(sequences)
         left = len(sequences)
         start, before = perf_counter(), self.stats()
         try:
+            for seq in sequences:
+                self._enqueue(seq)
             with tqdm(total=left, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
                 while left:
                     for seq in self._step():

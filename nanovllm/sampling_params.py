@@ -1,7 +1,6 @@
 """SamplingParams: how one request is sampled and when it stops; every field is checked on creation."""
 
 import math
-import sys
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
@@ -15,6 +14,13 @@ _NOT_YET = (
 
 def _fail(field: str, value: object, allowed: str) -> None:
     raise ValueError(f"SamplingParams.{field}={value!r}: must be {allowed}")
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
 
 
 @dataclass(slots=True)
@@ -92,7 +98,7 @@ class SamplingParams:
         allowed = f"a finite number {'>' if exclusive_low else '>='} {low:g}"
         if high != math.inf:
             allowed = f"a number in {'(' if exclusive_low else '['}{low:g}, {high:g}]"
-        if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        if not _is_finite(value):
             _fail(name, value, allowed)
         if not low <= value <= high or (exclusive_low and value == low):
             _fail(name, value, allowed)

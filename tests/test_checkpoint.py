@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_random_qwen3
+from checkpoints import save_random_qwen3
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, CheckpointError, SamplingParams
@@ -98,11 +98,12 @@ def test_a_shard_that_is_missing_is_named(sharded_model: str, tmp_path: Path) ->
 @pytest.mark.parametrize("with_index", [True, False])
 def test_tensors_of_a_missing_shard_are_named(sharded_model: str, tmp_path: Path, with_index: bool) -> None:
     copy = Path(shutil.copytree(sharded_model, tmp_path / "model"))
+    weight_map = json.loads((copy / "model.safetensors.index.json").read_text())["weight_map"]
     if with_index:
         edit_index(copy, lambda index: index["weight_map"].pop(Q_NORM))
     else:
         (copy / "model.safetensors.index.json").unlink()
-        (copy / json.loads((Path(sharded_model) / "model.safetensors.index.json").read_text())["weight_map"][Q_NORM]).unlink()
+        (copy / weight_map[Q_NORM]).unlink()
     with pytest.raises(CheckpointError, match=f"lacks.*{Q_NORM}"):
         load(copy)
 
@@ -155,7 +156,8 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(folder: Path) -> No
 
 
 def test_all_parameters_that_are_missing_are_named(folder: Path) -> None:
-    names = (Q_NORM, "model.layers.1.mlp.down_proj.weight", "model.layers.2.self_attn.v_proj.weight", "model.norm.weight")
+    layer = "model.layers.1"
+    names = (Q_NORM, f"{layer}.mlp.down_proj.weight", f"{layer}.self_attn.v_proj.weight", "model.norm.weight")
     edit_tensors(folder, remove=names)
     with pytest.raises(CheckpointError) as error:
         load(folder)
@@ -165,7 +167,7 @@ def test_all_parameters_that_are_missing_are_named(folder: Path) -> None:
 
 def test_biases_that_the_config_asks_for_are_missing_by_name(folder: Path) -> None:
     edit_config(folder, attention_bias=True)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.bias.*layers\.2\.self_attn\.o_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"0\.self_attn\.q_proj\.bias.*2\.self_attn\.o_proj\.bias"):
         load(folder)
 
 
@@ -240,7 +242,7 @@ def test_the_model_runs_in_the_dtype_of_the_option(random_model: str, name: str)
 
 def test_dummy_weights_need_only_the_config(random_model: str, tmp_path: Path) -> None:
     shutil.copy(f"{random_model}/config.json", tmp_path)
-    with pytest.raises(CheckpointError, match="no .*safetensors"):
+    with pytest.raises(CheckpointError, match=r"no .*safetensors"):
         load(tmp_path)
     with load(tmp_path, load_format="dummy") as llm:
         (output,) = llm.generate([PROMPT], GREEDY, use_tqdm=False)
@@ -270,7 +272,7 @@ def test_the_global_state_of_torch_is_unchanged_after_a_constructor(folder: Path
     if fault == "none":
         load(folder, **options).exit()
     else:
-        with pytest.raises(Exception):  # noqa: B017: which one is the matter of other tests
+        with pytest.raises((ValueError, RuntimeError)):
             load(folder, **options)
     assert torch_state() == before
 

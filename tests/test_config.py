@@ -1,4 +1,4 @@
-"""Options of the engine: what each accepts, that a wrong one is refused with its name, value and range, and the files."""
+"""Options of the engine: what each accepts, that a wrong one is refused with name, value and range; and the files."""
 
 import json
 import math
@@ -120,7 +120,7 @@ def test_an_unknown_option_is_refused_before_the_model_is_looked_at() -> None:
 
 
 def test_a_hub_id_gives_an_error_that_says_how_to_download() -> None:
-    with pytest.raises(ValueError, match="local folder.*hf download Qwen/Qwen3-0.6B --local-dir"):
+    with pytest.raises(ValueError, match=r"local folder.*hf download Qwen/Qwen3-0\.6B --local-dir"):
         LLM("Qwen/Qwen3-0.6B")
 
 
@@ -182,7 +182,7 @@ def test_a_required_field_of_the_model_with_a_wrong_value_is_shown(
 
 
 def test_heads_that_cannot_be_grouped_are_refused(random_model: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="6 attention heads.*4 key/value heads"):
+    with pytest.raises(ValueError, match=r"6 attention heads.*4 key/value heads"):
         LLM(changed(random_model, tmp_path / "model", num_key_value_heads=4))
 
 

@@ -68,7 +68,8 @@ RANGES = {
 NOT_YET: dict[str, list[Any]] = {
     "top_k": [1, 50], "top_p": [0.5, 1e-9], "min_p": [0.1, 1.0], "repetition_penalty": [1.2, 1e-9],
     "presence_penalty": [-2, 0.5, 2], "frequency_penalty": [-2, 0.5, 2], "logit_bias": [{5: 1.0}, {}],
-    "allowed_token_ids": [[1, 2], []], "bad_words": [["x"], []], "n": [2], "logprobs": [0, 5], "prompt_logprobs": [0, 5],
+    "allowed_token_ids": [[1, 2], []], "bad_words": [["x"], []], "n": [2], "logprobs": [0, 5],
+    "prompt_logprobs": [0, 5],
 }  # fmt: skip
 
 
@@ -140,6 +141,8 @@ def test_a_list_that_the_caller_changes_later_does_not_change_the_parameters() -
 
 
 def test_numbers_become_plain_python_numbers() -> None:
-    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(4), stop_token_ids=[np.int8(5)])
+    params = SamplingParams(
+        temperature=np.float32(0.5), max_tokens=np.int64(3), seed=np.int32(4), stop_token_ids=[np.int8(5)]
+    )
     kinds = [type(params.temperature), type(params.max_tokens), type(params.seed), type(params.stop_token_ids[0])]
     assert kinds == [float, int, int, int]

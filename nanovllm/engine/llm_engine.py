@@ -89,7 +89,7 @@ class LLMEngine:
         return {
             "prompt_tokens": scheduler.num_prompt_tokens,
             "cached_prompt_tokens": scheduler.num_hit_tokens,
-            "generated_tokens": scheduler.num_generated_tokens + sum(seq.num_completion_tokens for seq in running),
+            "generated_tokens": scheduler.num_generated_tokens,
             "preemptions": scheduler.num_preemptions,
             "steps": self.num_steps,
             "num_kvcache_blocks": len(scheduler.block_manager.blocks),
@@ -141,8 +141,8 @@ class LLMEngine:
             key = struct.pack("<qq", self.config.seed, number)
             seq.seed = xxhash.xxh64_intdigest(key)
         seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-        self.scheduler.add(seq)
         self.sequences[seq.seq_id] = seq
+        self.scheduler.add(seq)
         return seq.seq_id
 
     def _step(self) -> list[Sequence]:
@@ -194,7 +194,7 @@ class LLMEngine:
         ids = seq.completion_token_ids
         if isinstance(seq.stop_reason, str):
             text: str = seq.detokenizer.text
-            end = text.find(seq.stop_reason)
+            end = seq.detokenizer.stop_at
             return text[: end + len(seq.stop_reason) if params.include_stop_str_in_output else end]
         if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             ids = ids[:-1]  # the end token or stop id

@@ -101,7 +101,7 @@ class ModelRunner:
             self._allocate_cache(self.num_kvcache_blocks)
         except RuntimeError as error:  # a CPU raises no `torch.OutOfMemoryError`
             raise OutOfMemoryError(
-                f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit the memory ({error}); lower it"
+                f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit ({error}); lower it"
             ) from error
         for size in reversed(self.graph_sizes):  # the largest first: the others fit in its memory
             self._capture(size)
@@ -174,7 +174,8 @@ class ModelRunner:
         rows = [seq.slot for seq in batch.seqs] + [self.slots.padding_row] * (size - n)
         arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
         if rows != self.rows_on_device:
-            shared = len(commonprefix([seq.block_table for seq in batch.seqs])) * self.config.kvcache_block_size
+            shared_blocks = commonprefix([seq.block_table for seq in batch.seqs])  # noqa: RUF071 (of lists)
+            shared = len(shared_blocks) * self.config.kvcache_block_size
             self.reads_shared = self.backend.reads_shared_prefix(n, shared)
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
@@ -286,6 +287,7 @@ class ModelRunner:
                 left.append(torch.cuda.mem_get_info()[0])
             reserve = left[0] - left[1] + len(self.graph_sizes) * max(left[1] - left[2], 4 << 20)
             self.graphs.clear()
+            self.graph_pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve

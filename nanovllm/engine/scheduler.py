@@ -115,8 +115,10 @@ class Scheduler:
         """
         finished: list[Sequence] = []
         block_size, done = self.block_size, SequenceStatus.FINISHED
+        self.num_generated_tokens += batch.num_sampled
         for seq, token_id in zip(batch.seqs, token_ids):
             if seq.status is done:
+                self.num_generated_tokens -= 1
                 continue
             seq.num_pending -= 1
             seq.token_ids.append(token_id)
@@ -257,15 +259,17 @@ class Scheduler:
 
     def _stops(self, seq: Sequence, token_id: int) -> bool:
         """End `seq` if its newest token or the text so far asks for it."""
+        stop = None
         if seq.stop_strings:
             seq.detokenizer.append(token_id)
+            stop = seq.detokenizer.find(seq.stop_strings)  # one that comes too early is passed over for good
         if seq.num_completion_tokens < seq.min_tokens:
             return False
         if token_id in seq.stop_ids:
             is_eos = token_id in self.eos_ids and not seq.ignore_eos
             self._finish(seq, "stop", None if is_eos else token_id)
             return True
-        if seq.stop_strings and (stop := seq.detokenizer.find(seq.stop_strings)):
+        if stop:
             self._finish(seq, "stop", stop)
             return True
         return False
@@ -273,7 +277,6 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.num_generated_tokens += seq.num_completion_tokens
         if reason != "abort":
             mean = self.mean_completion
             length = seq.num_completion_tokens

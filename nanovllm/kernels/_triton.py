@@ -1,4 +1,4 @@
-"""Triton for the kernel modules: a stand-in where it is not installed, and what its CPU interpreter needs done by hand."""
+"""Triton for the kernel modules: a stand-in where it is not installed, and help for its CPU interpreter."""
 
 import os
 from typing import Any

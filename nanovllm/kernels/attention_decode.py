@@ -20,9 +20,7 @@ def paged_decode_reference(
     longest = max(int(context_lens.max()), 1) if batch else 1
     tables = block_tables[rows.long(), : -(-longest // block_size)].long().clamp(min=0)
     mask = torch.arange(tables.shape[1] * block_size, device=q.device) < context_lens[:, None]
-    k, v = (
-        c[tables].flatten(1, 2).masked_fill(~mask[:, :, None, None], 0).transpose(1, 2) for c in (k_cache, v_cache)
-    )
+    k, v = (c[tables].flatten(1, 2).masked_fill(~mask[:, :, None, None], 0).transpose(1, 2) for c in (k_cache, v_cache))
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)  # the group as query length: K and V are read once
     o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(q.shape)
     o = o.masked_fill((context_lens == 0)[:, None, None], 0)
@@ -61,16 +59,16 @@ def _decode_kernel(
     first_key = split * per_split
     if SHARED_SPLITS:
         first_key = tl.load(shared_len)
-        for i in tl.range(SHARED_SPLITS):
-            part = head * SHARED_SPLITS + i
-            lse = tl.maximum(tl.load(shared_lse + part, mask=g < G, other=-1e30), -1e30)
-            there = head_mask & (lse > -1e30)[:, None]
-            value = tl.load(shared + part[:, None] * D + d[None, :], mask=there, other=0.0)
-            m_new = tl.maximum(m, lse)
+        for shared_split in tl.range(SHARED_SPLITS):
+            shared_part = head * SHARED_SPLITS + shared_split
+            prefix_lse = tl.maximum(tl.load(shared_lse + shared_part, mask=g < G, other=-1e30), -1e30)
+            there = head_mask & (prefix_lse > -1e30)[:, None]
+            value = tl.load(shared + shared_part[:, None] * D + d[None, :], mask=there, other=0.0)
+            m_new = tl.maximum(m, prefix_lse)
             alpha = tl.exp2(m - m_new)
-            w = tl.exp2(lse - m_new)
-            l = l * alpha + w  # noqa: E741
-            acc = acc * alpha[:, None] + value * w[:, None]
+            weight = tl.exp2(prefix_lse - m_new)
+            l = l * alpha + weight  # noqa: E741
+            acc = acc * alpha[:, None] + value * weight[:, None]
             m = m_new
     for start in tl.range(first_key, end, BLOCK_N):
         valid = start + tl.arange(0, BLOCK_N) < end
@@ -149,7 +147,8 @@ def paged_decode_triton(
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
-            _counters(device), *(prefix or (context_lens, partial, partial)), scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
+            _counters(device), *(prefix or (context_lens, partial, partial)),
+            scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=num_splits,
             BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once

@@ -101,9 +101,7 @@ class PrefillConfig(NamedTuple):
     registers: int | None = None  # at most, a thread: 128 lets two programs of 8 warps share a multiprocessor
 
 
-def prefill_config(
-    dim: int, itemsize: int, capability: tuple[int, int], block_size: int, tokens: int
-) -> PrefillConfig:
+def prefill_config(dim: int, itemsize: int, capability: tuple[int, int], block_size: int, tokens: int) -> PrefillConfig:
     if itemsize == 4:
         return PrefillConfig(32, 16, 8, 1)
     if capability[0] not in (9, 10):

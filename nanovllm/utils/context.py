@@ -30,6 +30,6 @@ class Context:
     key_lens: list[int] | None = None
     """`context_lens` on the host: always in a prefill, in a decode only without graphs."""
     shared_len: torch.Tensor | None = None
-    """[1] int32, decode only: leading keys that all sequences have in the same blocks; set where reading them once pays."""
+    """[1] int32, decode only: leading keys that all sequences have in the same blocks, where reading them once pays."""
     gather: list[torch.Tensor] | None = None
     """What the torch backend works out in the first layer and uses in all of them."""

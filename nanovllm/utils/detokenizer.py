@@ -15,6 +15,7 @@ class Detokenizer:
         self.num_done = 0  # ids whose text is in `text`
         self.text = ""
         self.searched = 0
+        self.stop_at = -1  # where the stop string that `find` gave begins
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -32,12 +33,14 @@ class Detokenizer:
             self.append(token_id)
 
     def find(self, stops: list[str]) -> str | None:
-        """The stop string that occurs first in the text, if one does."""
-        longest = max(map(len, stops))
-        start = max(0, self.searched - longest)
+        """The stop string that occurs first in the text that is new since the last call, if one does."""
+        starts = [max(0, self.searched - len(stop) + 1) for stop in stops]
         self.searched = len(self.text)
-        found = [(at, stop) for stop in stops if (at := self.text.find(stop, start)) >= 0]
-        return min(found)[1] if found else None
+        found = [(at, stop) for stop, start in zip(stops, starts) if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        self.stop_at, stop = min(found)
+        return stop
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)

@@ -16,7 +16,6 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from bench import COMMON, SHAPES
-
 from nanovllm import LLM, SamplingParams
 
 STEPS = 20
@@ -83,11 +82,13 @@ def report(llm: LLM, batch: int, context: int) -> None:
         wall = (time.perf_counter() - start) / STEPS * 1e6
     kernels = sorted(prof.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(e.self_device_time_total for e in kernels) / STEPS
-    print(f"\n{batch} sequences of {context} tokens: {host['step']:.0f} us a step; profiled {wall:.0f}, GPU busy {busy:.0f}")
+    print(f"\n{batch} sequences of {context} tokens: {host['step']:.0f} us a step")
+    print(f"profiled: {wall:.0f} us a step, GPU busy {busy:.0f}")
     print("host, us: " + ", ".join(f"{name} {us:.0f}" for name, us in host.items() if name != "step"))
     for event in kernels[:16]:
         us = event.self_device_time_total / STEPS
-        print(f"{us:9.1f} us {us / busy:6.1%} {event.count / STEPS:6.1f} x {us * STEPS / event.count:7.2f}  {event.key[:70]}")
+        count = event.count / STEPS
+        print(f"{us:9.1f} us {us / busy:6.1%} {count:6.1f} x {us / count:7.2f}  {event.key[:70]}")
     for seq_id in list(llm.sequences):
         llm.abort(seq_id)
 

@@ -13,8 +13,8 @@ CASES = [  # kv heads, group, dim, block size, config
     (1, 7, 32, 16, LARGE), (1, 4, 80, 16, None), (1, 3, 96, 48, None), (1, 1, 256, 256, None), (1, 20, 32, 16, LARGE),
 ]  # fmt: skip
 BATCHES = [  # (tokens in the cache, newest of them in this step) of each sequence
-    [(5, 5), (67, 67), (1, 1)],  # whole prompts
-    [(150, 27), (33, 1), (64, 64)],  # chunks, a decode step, cached prefixes
+    [(5, 5), (51, 51), (1, 1)],  # whole prompts
+    [(115, 27), (33, 1), (48, 48)],  # chunks, a decode step, cached prefixes
 ]
 
 

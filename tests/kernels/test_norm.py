@@ -21,7 +21,8 @@ def test_rms_norm_equals_the_reference(shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_rms_norm_updates_the_residual_and_normalises_the_rounded_sum(shape, dtype):
-    x, residual, w = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1), randn(shape[1], dtype=dtype, seed=2)
+    x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
+    w = randn(shape[1], dtype=dtype, seed=2)
     total = x + residual
     out = add_rms_norm_triton(x, residual, w, 1e-6)
     assert_close(residual, total)

@@ -25,7 +25,9 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype, seed: int = 0):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows,vocab,config", [(1, 5, None), (10, 1024, None), (7, 5003, (512, 3, 4)), (5, 20000, None)])
+@pytest.mark.parametrize(
+    "rows,vocab,config", [(1, 5, None), (10, 1024, None), (6, 5003, (512, 3, 4)), (3, 12000, None)]
+)
 def test_the_kernel_draws_what_the_reference_draws(rows, vocab, config, dtype):
     args = inputs(rows, vocab, dtype)
     scores, ids = sample_with_scores_triton(*args, config=config)
@@ -35,7 +37,7 @@ def test_the_kernel_draws_what_the_reference_draws(rows, vocab, config, dtype):
 
 
 def test_the_kernel_draws_what_the_reference_draws_over_many_positions():
-    rows, vocab = 400 if DEVICE == "cuda" else 48, 700
+    rows, vocab = 400 if DEVICE == "cuda" else 32, 700
     logits = randn(1, vocab).expand(rows, vocab)
     args = logits, floats([0.8] * rows), ints([5] * rows, torch.int64), torch.arange(rows, device=DEVICE)
     ids = sample_triton(*args)
@@ -62,9 +64,9 @@ def test_nan_is_never_drawn_and_rows_of_nan_give_a_valid_id(sample):
 
 @pytest.mark.parametrize("sample", [sample_reference, sample_triton])
 def test_a_token_masked_with_minus_infinity_is_never_drawn(sample):
-    logits = torch.full((64, 50), float("-inf"), device=DEVICE)
+    logits = torch.full((24, 50), float("-inf"), device=DEVICE)
     logits[:, [3, 48]] = 0.0
-    ids = sample(logits, floats([2.0] * 64), ints(list(range(64)), torch.int64), ints([9] * 64))
+    ids = sample(logits, floats([2.0] * 24), ints(list(range(24)), torch.int64), ints([9] * 24))
     assert set(ids.tolist()) == {3, 48}
 
 

@@ -18,7 +18,9 @@ def test_two_sequences_and_a_padding_row(decode_inputs):
     lens, last = ints([16, 47, 5, 0]), ints([100, 101, 102, 0], torch.int64)
     out = outputs(4)
     decode_inputs(ints([1, 0, 3, 3]), last, lens, tables, 16, *out)
-    assert [t.tolist() for t in out] == [[101, 100, 0, 0], [47, 16, 0, 0], [7 * 16 + 15, 9 * 16, -1, -1], [48, 17, 0, 0]]
+    ids, positions, slots, context_lens = (t.tolist() for t in out)
+    assert ids == [101, 100, 0, 0] and positions == [47, 16, 0, 0]
+    assert slots == [7 * 16 + 15, 9 * 16, -1, -1] and context_lens == [48, 17, 0, 0]
     assert lens.tolist() == [17, 48, 5, 0]  # the row that is not in the step, and the padding row, stay
 
 
