@@ -461,16 +461,15 @@ def test_a_preempted_sequence_gets_its_token_in_flight() -> None:
 def test_a_preempted_sequence_finds_its_full_blocks_again(depth: int) -> None:
     engine = Engine(num_blocks=7, max_num_seqs=2, depth=depth)
     engine.scheduler._growth_fits = lambda *_: True  # type: ignore[method-assign]
-    first, second = engine.add(ids(11), 3), engine.add(ids(15, 1), 10)
+    first, second = engine.add(ids(10), 3), engine.add(ids(15, 1), 10)
     while not engine.scheduler.num_preemptions:
         engine.step()
-    table, resumed_at = second.block_table, second.num_tokens
-    assert table == []
+    assert second.block_table == []  # it needed its fifth block itself
     while not second.block_table:
         engine.step()
-    assert first.is_finished and resumed_at == 17
-    # the 16 tokens before the last are four full blocks, all but the one that was needed still there
-    assert [n for seq_id, n in engine.batches[-1] if seq_id == second.seq_id] == [17 - 12]
+    assert first.is_finished and second.num_hit_tokens == 0
+    # the last of the 17 tokens is all that is left to compute
+    assert engine.batches[-1] == [(second.seq_id, 1)] and engine.scheduler.num_prompt_tokens == 25
     engine.run()
     engine.check_end()
 
@@ -506,6 +505,29 @@ def test_room_that_one_sequence_gives_back_is_counted_before_the_next_needs_it()
     engine.add(ids(8, 1), 13)  # two blocks, five at its end, one more only after four steps
     engine.step()
     assert len(engine.scheduler.running) == 2
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_blocks", range(5, 9))
+def test_room_comes_back_one_step_after_the_end_with_overlap(depth: int, num_blocks: int) -> None:
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=4, depth=depth)
+    engine.add(ids(8), 5)
+    engine.add(ids(8, 1), 13)  # needs its fourth block in the step after the other's last
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("num_blocks", "num_admitted"), [(19, 2), (20, 3)])
+def test_a_sequence_that_ends_gives_back_no_more_than_it_holds(num_blocks: int, num_admitted: int) -> None:
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=4)
+    for i, max_tokens in enumerate((5, 32, 32)):  # two blocks each now; three, ten and ten at their ends
+        engine.add(ids(8, i), max_tokens)
+    engine.step()
+    assert len(engine.scheduler.running) == num_admitted
     engine.run()
     engine.check_end()
     assert engine.scheduler.num_preemptions == 0
@@ -656,6 +678,18 @@ def test_abort_works_in_every_state(depth: int, state: str) -> None:
     assert seq.completion_token_ids == had and all(other.finish_reason == "length" for other in others)
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_prompt_aborted_between_chunks_leaves_only_what_was_computed(depth: int) -> None:
+    engine = Engine(max_num_batched_tokens=16, depth=depth)
+    first = engine.add(ids(40))
+    engine.step()
+    engine.abort(first)
+    second = engine.add(ids(40))
+    engine.run()
+    engine.check_end()
+    assert second.num_hit_tokens == 16
+
+
 def test_counters_add_up() -> None:
     engine = Engine(num_blocks=16, max_num_seqs=4)
     for i in range(12):
@@ -766,12 +800,14 @@ def test_large_random_workloads_with_many_preemptions_are_answered_exactly(depth
         }  # fmt: skip
         workload = [
             {
-                "prompt": ids(30, 1000 + r.randrange(3))[: r.choice([0, 8, 16, 30])] + ids(r.randint(1, 8), r.randrange(9)),
-                "max_tokens": r.choice([5, 20, 40, None]), "stop_ids": r.sample(range(VOCAB), r.choice([0, 0, 2])),
-                "arrives": r.choice([0, 0, r.randrange(60)]), "aborted": r.choice([None] * 7 + [r.randrange(50)]),
+                "prompt": ids(30, 1000 + r.randrange(3))[: r.choice([0, 8, 16, 30])] + ids(r.randint(1, 8), i % 9),
+                "max_tokens": r.choice([5, 20, 40, None]),
+                "stop_ids": r.sample(range(VOCAB), r.choice([0, 0, 2])),
+                "arrives": r.choice([0, 0, r.randrange(60)]),
+                "aborted": r.choice([None] * 7 + [r.randrange(50)]),
             }
-            for _ in range(40)
-        ]  # fmt: skip
+            for i in range(40)
+        ]
         num_preemptions += drive(options, workload, always_admit=True).scheduler.num_preemptions
     assert num_preemptions > 100
 

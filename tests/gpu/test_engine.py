@@ -15,7 +15,7 @@ SHAPE_06B = {
     "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000, "torch_dtype": "bfloat16",
     "hidden_act": "silu", "attention_bias": False, "eos_token_id": 151645, "hidden_size": 1024,
     "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
-    "tie_word_embeddings": True, "initializer_range": 0.05,
+    "tie_word_embeddings": True, "initializer_range": 0.02,
 }  # fmt: skip
 
 
