@@ -103,6 +103,8 @@ class ModelRunner:
             raise OutOfMemoryError(
                 f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit ({error}); lower it"
             ) from error
+        if self.is_cuda:
+            self._run_prefill(1)  # compiles what a short prefill runs, so that the first request does not
         for size in reversed(self.graph_sizes):  # the largest first: the others fit in its memory
             self._capture(size)
 
@@ -274,7 +276,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self._run_full_prefill()
+        self._run_prefill(self.config.max_num_batched_tokens)
         self._decode_padding(self.config.max_num_seqs)
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -292,10 +294,10 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info()
         return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve
 
-    def _run_full_prefill(self) -> None:
-        """A prefill of `max_num_batched_tokens` with as many samples as can be, into no cache block."""
+    def _run_prefill(self, total: int) -> None:
+        """A prefill of `total` tokens with as many samples as there can be, into no cache block."""
         config = self.config
-        total, longest = config.max_num_batched_tokens, config.max_model_len
+        longest = config.max_model_len
         lens = [longest] * (total // longest) + ([total % longest] if total % longest else [])
         device = self.device
         rows = torch.full((len(lens),), self.slots.padding_row, dtype=torch.int32, device=device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -13,10 +13,11 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):  # noqa: E741
+def _silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: E741
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < I
+    wait_for_inputs(PDL)
     gate = tl.load(gate_up + row * 2 * I + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * I + I + cols, mask=mask, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)  # rounded, as transformers does
@@ -28,7 +29,8 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     if n:
-        _silu_mul_kernel[(n, -(-width // block))](gate_up, out, I=width, BLOCK=block, num_warps=4)
+        options = pdl(gate_up.device)
+        _silu_mul_kernel[(n, -(-width // block))](gate_up, out, I=width, BLOCK=block, num_warps=4, **options)
     return out
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, tl, triton
+from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _NUM_COUNTERS = 1 << 16
+_MAX_SPLITS = 32
 
 
 def paged_decode_reference(
@@ -27,13 +28,13 @@ def paged_decode_reference(
     return o if out is None else out.copy_(o)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _decode_kernel(
     q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, shared_len, shared, shared_lse,
-    scale_log2, q_stride, table_stride,
-    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    scale_log2, q_stride, table_stride, splits,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr, SHARED_SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr, SHARED_SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
     not. Of several splits the last to arrive combines all, in order; counters are zero before and after.
@@ -44,10 +45,11 @@ def _decode_kernel(
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head_mask = (g < G)[:, None] & (d < D)[None, :]
+    wait_for_inputs(PDL)
     n = tl.load(lens + b)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
     qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
-    per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS), 1) * BLOCK_N
+    per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), splits), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(n, per_split), 1)
     if split >= active:
         return
@@ -85,17 +87,17 @@ def _decode_kernel(
         acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
         m = m_new
     acc = acc / tl.where(l > 0, l, 1.0)[:, None]
-    if active == 1:
+    if not SPLIT or active == 1:
         tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=head_mask)
     else:
-        tl.store(partial + (head * SPLITS + split)[:, None] * D + d[None, :], acc, mask=head_mask)
-        tl.store(partial_lse + head * SPLITS + split, m + tl.log2(l), mask=g < G)
+        tl.store(partial + (head * splits + split)[:, None] * D + d[None, :], acc, mask=head_mask)
+        tl.store(partial_lse + head * splits + split, m + tl.log2(l), mask=g < G)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
         if tl.atomic_add(counters + b * HK + hk, 1, sem="acq_rel", scope="gpu") == active - 1:
             i = tl.arange(0, BLOCK_S)[None, :]
             for first in tl.static_range(0, G, BLOCK_G):
                 j = first + tl.arange(0, BLOCK_G)
-                part = (b * HK * G + hk * G + j)[:, None] * SPLITS + i
+                part = (b * HK * G + hk * G + j)[:, None] * splits + i
                 here = (j < G)[:, None] & (i < active)
                 lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
                 a = tl.load(
@@ -117,7 +119,7 @@ def _counters(device: torch.device) -> Tensor:
 
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
     """Programs that share a sequence's keys: about 2 programs a multiprocessor, a power of two up to 32."""
-    return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), 32)
+    return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), _MAX_SPLITS)
 
 
 def decode_config(dim: int, itemsize: int) -> tuple[int, int, int]:
@@ -143,16 +145,18 @@ def paged_decode_triton(
         num_splits = 1
     block_n, warps, stages = config or decode_config(dim, q.element_size())
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
-    group, block_d, block_s = heads // kv_heads, max(16, next_power_of_2(dim)), next_power_of_2(num_splits)
+    group, block_d = heads // kv_heads, max(16, next_power_of_2(dim))
+    block_s = next_power_of_2(max(num_splits, _MAX_SPLITS))
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
             _counters(device), *(prefix or (context_lens, partial, partial)),
-            scale * math.log2(math.e), q.stride(0), block_tables.stride(0),
-            HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=num_splits,
+            scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
+            HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
             BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
             SHARED_SPLITS=prefix[2].shape[2] if prefix else 0, num_warps=warps, num_stages=stages,
+            **pdl(device),
         )  # fmt: skip
     return out
 

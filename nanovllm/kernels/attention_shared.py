@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, tl, triton
+from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _BLOCK_M, _BLOCK_N = 128, 64
 
@@ -17,7 +17,7 @@ _BLOCK_M, _BLOCK_N = 128, 64
 def _shared_prefix_kernel(
     q, k_cache, v_cache, tables, rows, shared_len, partial, partial_lse, batch, scale_log2, q_stride, table_stride,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile, split): BLOCK_M // G batch entries with all heads of the group against the keys of a
     split. The block table is that of the first entry; an empty split writes a log-sum-exp of -inf and no values."""
@@ -31,6 +31,7 @@ def _shared_prefix_kernel(
     mask = row_mask[:, None] & (d < D)[None, :]
     head = hk * G + r % G
     part = (b * HK * G + head) * SPLITS + split
+    wait_for_inputs(PDL)
     n = tl.load(shared_len)
     per_split = tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS) * BLOCK_N
     start = split * per_split
@@ -88,6 +89,6 @@ def shared_prefix_triton(
         q, k_cache, v_cache, block_tables, rows, shared_len, partial, lse, batch, scale * math.log2(math.e),
         q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=splits,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, next_power_of_2(dim)), num_warps=4 if wide else 8,
-        num_stages=1 if wide else 3,
+        num_stages=1 if wide else 3, **pdl(q.device),
     )  # fmt: skip
     return partial, lse

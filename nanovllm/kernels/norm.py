@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import next_power_of_2, tl, triton
+from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -17,11 +17,15 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 
 @triton.jit
-def _rms_norm_kernel(x, residual, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm_kernel(
+    x, residual, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr
+):
     """One program a row. The sum and the normalised row are rounded to the storage type, as transformers does."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < H
+    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
     h = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         h += tl.load(residual + row * H + cols, mask=mask, other=0.0).to(tl.float32)
@@ -29,7 +33,6 @@ def _rms_norm_kernel(x, residual, weight, out, x_stride, eps, H: tl.constexpr, B
         tl.store(residual + row * H + cols, rounded, mask=mask)
         h = rounded.to(tl.float32)
     y = (h * tl.rsqrt(tl.sum(h * h, 0) / H + eps)).to(out.dtype.element_ty).to(tl.float32)
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * H + cols, (y * w).to(out.dtype.element_ty), mask=mask)
 
 
@@ -40,7 +43,7 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, add: bool) 
     if n:
         _rms_norm_kernel[(n,)](
             x, residual, weight, out, x.stride(0), eps, H=h, BLOCK=block, ADD=add,
-            num_warps=min(max(block // 512, 4), 16),
+            num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
         )  # fmt: skip
     return out
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import next_power_of_2, tl, triton
+from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
 def store_kv_reference(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -37,6 +37,7 @@ def norm_rope_store_reference(
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i): HB query heads, then HB key heads, then HB value heads, as i grows. No branches, so that all
     loads are in flight at once: value heads are rotated too, and the result dropped."""
@@ -52,6 +53,7 @@ def _norm_rope_store_kernel(
     mask = (head < tl.where(is_q, HQ, HK))[:, None] & in_half[None, :]
     offs = head[:, None] * D + d[None, :]
     src = qkv + token * qkv_stride + tl.where(is_q, 0, tl.where(is_v, HQ + HK, HQ)) * D + offs
+    wait_for_inputs(PDL)
     x1 = tl.load(src, mask=mask, other=0.0)
     x2 = tl.load(src + D // 2, mask=mask, other=0.0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
@@ -92,6 +94,7 @@ def norm_rope_store_triton(
             qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             cos_sin, positions, slot_mapping, qkv.stride(0), eps,
             HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, NORM=q_weight is not None, num_warps=warps,
+            **pdl(qkv.device),
         )  # fmt: skip
     return q
 

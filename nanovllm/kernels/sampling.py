@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import fast_log2, next_power_of_2, tl, triton
+from nanovllm.kernels._triton import fast_log2, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _M32 = 0xFFFFFFFF
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -53,16 +53,17 @@ def _mix32(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _best_of_chunk_kernel(
     logits, temperatures, seeds, positions, scores, ids, stride, vocab, offset, tiles,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, row): the best of `tiles` tiles of BLOCK logits. With noise, scores are in units of log2:
     logit / T * log2(e) - log2(-log2(1 - u)) orders tokens as logit / T - log(-log(1 - u)) does."""
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * tiles * BLOCK
     lane = tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
     t = tl.load(temperatures + row)
     scale = tl.where(t > 0, _LOG2E / t, 1.0)
     seed = tl.load(seeds + row)
@@ -90,10 +91,13 @@ def _best_of_chunk_kernel(
     tl.store(ids + out, tl.min(tl.where(best == top, best_id, 2147483647), 0))
 
 
-@triton.jit
-def _best_of_row_kernel(scores, ids, temperatures, out_scores, out_ids, offset, chunks, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["chunks"])
+def _best_of_row_kernel(
+    scores, ids, temperatures, out_scores, out_ids, offset, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
     s = tl.load(scores + row * chunks + i, mask=i < chunks, other=float("-inf"))
     best = tl.max(s, 0)
     win = tl.load(ids + row * chunks + i, mask=i < chunks, other=2147483647)
@@ -124,10 +128,11 @@ def sample_with_scores_triton(
     if batch:
         _best_of_chunk_kernel[(chunks, batch)](
             logits, temperatures, seeds, positions, scores, ids, logits.stride(0), vocab, vocab_offset, tiles,
-            BLOCK=block, num_warps=warps,
+            BLOCK=block, num_warps=warps, **pdl(device),
         )  # fmt: skip
         _best_of_row_kernel[(batch,)](
-            scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks, BLOCK=next_power_of_2(chunks)
+            scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks,
+            BLOCK=next_power_of_2(-(-vocab // block)), **pdl(device),  # one size for all numbers of tiles
         )
     return out_scores, out_ids
 

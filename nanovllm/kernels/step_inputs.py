@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nanovllm.kernels._triton import tl, triton
+from nanovllm.kernels._triton import pdl, tl, triton, wait_for_inputs
 
 
 def decode_inputs_reference(
@@ -23,10 +23,11 @@ def decode_inputs_reference(
 @triton.jit(do_not_specialize=["batch", "padding_row"])
 def _decode_inputs_kernel(
     rows, last_tokens, context_lens, tables, input_ids, positions, slot_mapping, out_lens, batch, padding_row, stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = b < batch
+    wait_for_inputs(PDL)
     r = tl.load(rows + b, mask=mask, other=0).to(tl.int64)
     live = mask & (r != padding_row)
     pos = tl.load(context_lens + r, mask=live, other=0)
@@ -48,6 +49,7 @@ def decode_inputs_triton(
             rows, last_tokens, context_lens, block_tables,
             out_input_ids, out_positions, out_slot_mapping, out_context_lens,
             batch, last_tokens.shape[0] - 1, block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+            **pdl(rows.device),
         )  # fmt: skip
 
 
