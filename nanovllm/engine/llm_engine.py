@@ -119,7 +119,7 @@ class LLMEngine:
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
         for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ())):
-            if set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size:
+            if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
                 continue  # fine, at the speed of C; else find the bad one, or integers of another type
             for token_id in ids:
                 if not isinstance(token_id, Integral) or isinstance(token_id, bool):

@@ -15,6 +15,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.kernels.step_inputs import decode_inputs
@@ -32,10 +33,13 @@ MAX_CPU_CACHE_BYTES = 4 << 30
 
 
 class PendingIds:
-    """The sampled ids of a launched step; `tolist` waits for them."""
+    """The sampled ids of a launched step; `tolist` waits for them.
 
-    def __init__(self, ids: torch.Tensor) -> None:
-        self.event = None
+    order: the batch entry that each of `ids` belongs to, if not their own.
+    """
+
+    def __init__(self, ids: torch.Tensor, order: list[int] | None = None) -> None:
+        self.event, self.order = None, order
         self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=ids.is_cuda)
         self.ids.copy_(ids, non_blocking=True)
         if ids.is_cuda:
@@ -45,7 +49,13 @@ class PendingIds:
     def tolist(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        return self.ids.tolist()
+        ids = self.ids.tolist()
+        if self.order is None:
+            return ids
+        in_batch = [0] * len(ids)
+        for i, token_id in zip(self.order, ids):
+            in_batch[i] = token_id
+        return in_batch
 
 
 class ModelRunner:
@@ -81,7 +91,9 @@ class ModelRunner:
         self.sampler = Sampler(self.parallel, self.model.lm_head.start)
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
-        self.rows_on_device: list[int] = []
+        self.slots_on_device: list[int] = []  # of the last decode batch, in its order
+        self.order: list[int] = []  # the batch entry in each of `rows`
+        self.has_min_tokens = False
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
@@ -104,7 +116,10 @@ class ModelRunner:
                 f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit ({error}); lower it"
             ) from error
         if self.is_cuda:
-            self._run_prefill(1)  # compiles what a short prefill runs, so that the first request does not
+            # compile what the first requests may run
+            self._run_prefill(1)
+            self.reads_shared = self.backend.reads_shared_prefix(n, config.max_model_len)
+            self._decode_padding(n)
         for size in reversed(self.graph_sizes):  # the largest first: the others fit in its memory
             self._capture(size)
 
@@ -123,7 +138,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
-        return PendingIds(self._prefill(batch) if batch.is_prefill else self._decode(batch))
+        if batch.is_prefill:
+            return PendingIds(self._prefill(batch))
+        return PendingIds(self._decode(batch), self.order)
 
     def _prefill(self, batch: Batch) -> torch.Tensor:
         seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
@@ -153,6 +170,7 @@ class ModelRunner:
             ],
             self.device,
         )  # fmt: skip
+        self.slots_on_device = []  # a slot may hold another sequence from now on
         slots = self.slots
         slots.block_tables[rows, : tables_.shape[1]] = tables_
         slots.context_lens[rows] = context_lens
@@ -165,23 +183,27 @@ class ModelRunner:
         if not n:
             return rows[:0].long()
         logits = self.model.compute_logits(hidden[last])
-        self._mask_early_stops(logits, batch)
+        self._mask_early_stops(logits, seqs[:n])
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
         return ids
 
     def _decode(self, batch: Batch) -> torch.Tensor:
         n = len(batch.seqs)
+        slots = [seq.slot for seq in batch.seqs]
         size = next((s for s in self.graph_sizes if s >= n), n)
-        rows = [seq.slot for seq in batch.seqs] + [self.slots.padding_row] * (size - n)
         arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
-        if rows != self.rows_on_device:
+        if slots != self.slots_on_device:
+            # the longest first: attention ends sooner if the programs that start last have least to do
+            self.order = sorted(range(n), key=lambda i: -batch.seqs[i].num_cached_tokens)
+            rows = [slots[i] for i in self.order] + [self.slots.padding_row] * (size - n)
             shared_blocks = commonprefix([seq.block_table for seq in batch.seqs])  # noqa: RUF071 (of lists)
             shared = len(shared_blocks) * self.config.kvcache_block_size
             self.reads_shared = self.backend.reads_shared_prefix(n, shared)
+            self.has_min_tokens = any(seq.min_tokens for seq in batch.seqs)
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
-            self.rows_on_device = rows
+            self.slots_on_device = slots
             arrays += [np.array(rows, dtype=np.int32), np.array([shared], dtype=np.int32)]
         if len(arrays) > 1 or batch.new_blocks:
             (slot, index, block_id), *changed = to_device(arrays, self.device)
@@ -192,8 +214,8 @@ class ModelRunner:
             graph, logits = self.graphs[size, self.reads_shared]
             graph.replay()
         else:
-            logits = self._decode_step(n, [seq.num_cached_tokens + 1 for seq in batch.seqs])
-        if self._mask_early_stops(logits, batch):
+            logits = self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
+        if self.has_min_tokens and self._mask_early_stops(logits, [batch.seqs[i] for i in self.order]):
             self._sample_into_slots(logits, size)
         return self.token_ids[:n]
 
@@ -220,12 +242,12 @@ class ModelRunner:
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
 
-    def _mask_early_stops(self, logits: torch.Tensor, batch: Batch) -> bool:
+    def _mask_early_stops(self, logits: torch.Tensor, seqs: list[Sequence]) -> bool:
         """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
         start = self.sampler.vocab_start
         masked = [
             (i, stop_id - start)
-            for i, seq in enumerate(batch.seqs[: batch.num_sampled])
+            for i, seq in enumerate(seqs)
             if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
             for stop_id in seq.stop_ids
             if 0 <= stop_id - start < logits.shape[1]
@@ -331,7 +353,7 @@ class ModelRunner:
             finally:
                 graph.capture_end()
         self.graphs[size, reads_shared] = (graph, logits)
-        self.rows_on_device = []
+        self.slots_on_device = []
 
 
 def _graph_sizes(most: int) -> list[int]:

@@ -28,17 +28,17 @@ def paged_decode_reference(
     return o if out is None else out.copy_(o)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "shared_splits"])
 def _decode_kernel(
     q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, shared_len, shared, shared_lse,
-    scale_log2, q_stride, table_stride, splits,
+    scale_log2, q_stride, table_stride, splits, shared_splits,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr, SHARED_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
     not. Of several splits the last to arrive combines all, in order; counters are zero before and after.
-    With SHARED_SPLITS (then one split) the first shared_len keys come as partial results in `shared`."""
+    With SHARED (then one split) the first shared_len keys come as partial results in `shared`."""
     hk = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -59,10 +59,10 @@ def _decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head = b * HK * G + hk * G + g
     first_key = split * per_split
-    if SHARED_SPLITS:
+    if SHARED:
         first_key = tl.load(shared_len)
-        for shared_split in tl.range(SHARED_SPLITS):
-            shared_part = head * SHARED_SPLITS + shared_split
+        for shared_split in range(shared_splits):
+            shared_part = head * shared_splits + shared_split
             prefix_lse = tl.maximum(tl.load(shared_lse + shared_part, mask=g < G, other=-1e30), -1e30)
             there = head_mask & (prefix_lse > -1e30)[:, None]
             value = tl.load(shared + shared_part[:, None] * D + d[None, :], mask=there, other=0.0)
@@ -152,10 +152,11 @@ def paged_decode_triton(
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
             _counters(device), *(prefix or (context_lens, partial, partial)),
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
+            prefix[2].shape[2] if prefix else 0,
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
             BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
-            SHARED_SPLITS=prefix[2].shape[2] if prefix else 0, num_warps=warps, num_stages=stages,
+            SHARED=prefix is not None, num_warps=warps, num_stages=stages,
             **pdl(device),
         )  # fmt: skip
     return out

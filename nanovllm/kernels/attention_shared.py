@@ -13,10 +13,11 @@ from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, pdl, tl,
 _BLOCK_M, _BLOCK_N = 128, 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "splits"])
 def _shared_prefix_kernel(
     q, k_cache, v_cache, tables, rows, shared_len, partial, partial_lse, batch, scale_log2, q_stride, table_stride,
-    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    splits,
+    HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, tile, split): BLOCK_M // G batch entries with all heads of the group against the keys of a
@@ -30,10 +31,10 @@ def _shared_prefix_kernel(
     row_mask = (b < batch) & (r < ENTRIES * G)
     mask = row_mask[:, None] & (d < D)[None, :]
     head = hk * G + r % G
-    part = (b * HK * G + head) * SPLITS + split
+    part = (b * HK * G + head) * splits + split
     wait_for_inputs(PDL)
     n = tl.load(shared_len)
-    per_split = tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS) * BLOCK_N
+    per_split = tl.cdiv(tl.cdiv(n, BLOCK_N), splits) * BLOCK_N
     start = split * per_split
     if start >= n:
         tl.store(partial_lse + part, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_mask)
@@ -87,7 +88,7 @@ def shared_prefix_triton(
     block_m, block_n = max(32 if wide else _BLOCK_M, next_power_of_2(group)), 32 if wide else _BLOCK_N
     _shared_prefix_kernel[(kv_heads, -(-batch // (block_m // group)), splits)](
         q, k_cache, v_cache, block_tables, rows, shared_len, partial, lse, batch, scale * math.log2(math.e),
-        q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLITS=splits,
+        q.stride(0), block_tables.stride(0), splits, HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=max(16, next_power_of_2(dim)), num_warps=4 if wide else 8,
         num_stages=1 if wide else 3, **pdl(q.device),
     )  # fmt: skip
