@@ -159,16 +159,28 @@ def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
 
 
 
+def watch_shared_reads(llm: LLM) -> list[bool]:
+    """Whether each decode step from now on has read a shared prefix once."""
+    seen: list[bool] = []
+    decode = llm.runner._decode
+
+    def watched(batch):
+        ids = decode(batch)
+        seen.append(llm.runner.reads_shared)
+        return ids
+
+    llm.runner._decode = watched
+    return seen
+
+
 def test_a_shared_prefix_read_once_gives_the_answers_of_separate_reads(tiny_model):
     prefix = [5 + i % 900 for i in range(1024)]
-    prompts = [prefix + [7 + i, *answer["prompt_token_ids"]] for i, answer in enumerate(GOLDEN[:60])]
+    prompts = [[*prefix, 7 + i, *answer["prompt_token_ids"]] for i, answer in enumerate(GOLDEN[:60])]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     results = []
     for options in ({}, {"enable_prefix_caching": False}, {"enforce_eager": True}):
         with LLM(tiny_model, dtype="float32", **options) as llm:
-            shared = []
-            decode = llm.runner._decode
-            llm.runner._decode = lambda batch: (decode(batch), shared.append(llm.runner.reads_shared))[0]
+            shared = watch_shared_reads(llm)
             results.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
             assert any(shared) == options.get("enable_prefix_caching", True)
             # a sequence without the prefix joins and takes the slot of one that had it
