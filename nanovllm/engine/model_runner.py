@@ -5,6 +5,7 @@ returns while the step runs; the ids stay on the device for the next step and co
 a pinned buffer and an event. A CPU runs the same code without graphs.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from itertools import accumulate
@@ -267,8 +268,7 @@ class ModelRunner:
         for layer in self._attention_layers():
             shape = (num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
             layer.backend = self.backend
-            layer.k_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
-            layer.v_cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            layer.k_cache, layer.v_cache = (_zeros(shape, self.dtype, self.device) for _ in range(2))
 
     def _count_blocks(self) -> int:
         """As many blocks as the option says, or as memory allows beside everything else, measured."""
@@ -354,6 +354,13 @@ class ModelRunner:
                 graph.capture_end()
         self.graphs[size, reads_shared] = (graph, logits)
         self.slots_on_device = []
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves zeroing to the system, page by page on first use; torch would write gigabytes at start-up
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _graph_sizes(most: int) -> list[int]:

@@ -8,9 +8,11 @@ from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_
 
 def store_kv_reference(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     live = slot_mapping >= 0
-    slots = slot_mapping[live].long()
-    k_cache.flatten(0, 1)[slots] = k[live]
-    v_cache.flatten(0, 1)[slots] = v[live]
+    if not bool(live.all()):
+        k, v, slot_mapping = k[live], v[live], slot_mapping[live]
+    slots = slot_mapping.long()
+    k_cache.flatten(0, 1)[slots] = k
+    v_cache.flatten(0, 1)[slots] = v
 
 
 def norm_rope_store_reference(

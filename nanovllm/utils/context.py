@@ -1,6 +1,7 @@
 """Context: what the layers need to know of one step beside the hidden states; tensors only."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,5 +32,5 @@ class Context:
     """`context_lens` on the host: always in a prefill, in a decode only without graphs."""
     shared_len: torch.Tensor | None = None
     """[1] int32, decode only: leading keys that all sequences have in the same blocks, where reading them once pays."""
-    gather: list[torch.Tensor] | None = None
-    """What the torch backend works out in the first layer and uses in all of them."""
+    gather: list[Any] | None = None
+    """What a backend works out in the first layer and uses in all of them."""
