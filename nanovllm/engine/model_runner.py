@@ -112,7 +112,7 @@ class ModelRunner:
         self.num_kvcache_blocks = self._count_blocks()
         try:
             self._allocate_cache(self.num_kvcache_blocks)
-        except RuntimeError as error:  # a CPU raises no `torch.OutOfMemoryError`
+        except (RuntimeError, MemoryError) as error:  # of a GPU, of a CPU
             raise OutOfMemoryError(
                 f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit ({error}); lower it"
             ) from error
