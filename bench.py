@@ -119,7 +119,7 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
         before = after = llm.stats()
         for _ in range(args.repeats + 1):  # the first call is reported apart
             llm.scheduler.block_manager.clear_cache()  # a repeat must not find the prompts of the one before
-            before = after
+            before, launched = after, False
             start = time.perf_counter()
             for prompt, p in zip(work.prompts, params):
                 llm.add_request(prompt, p)
@@ -127,7 +127,9 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
                 llm.step()
                 after = llm.stats()
                 if len(first_token) == len(seconds) and after["num_waiting"] == 0:
-                    first_token.append(time.perf_counter() - start)
+                    if launched:  # with overlap the last prefill has ended one step after its launch
+                        first_token.append(time.perf_counter() - start)
+                    launched = True
             seconds.append(time.perf_counter() - start)
             after = llm.stats()
         best = min(range(len(seconds)), key=lambda i: seconds[i] if i or not args.repeats else float("inf"))
@@ -148,10 +150,15 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
 def run_transformers(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
     """One batch of left-padded prompts through transformers' `generate`, to the longest completion."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    peer = AutoModelForCausalLM.from_pretrained(model, dtype="auto" if torch.cuda.is_available() else torch.float32)
-    peer = peer.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if device == "cuda" else "float32"
+    if args.load_format == "dummy":
+        peer = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=getattr(torch, dtype))
+    else:
+        peer = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    peer = peer.to(device).eval()
     width = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=peer.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=peer.device)

@@ -77,7 +77,7 @@ class ModelRunner:
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"the {self.dtype} model and its activations do not fit the device ({error}); lower "
-                "max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+                "max_num_batched_tokens, max_num_seqs or max_model_len"
             ) from error
 
     @torch.inference_mode()
@@ -104,11 +104,13 @@ class ModelRunner:
         self.input_ids, self.positions, self.token_ids = (
             torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
         )
+        self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
         # by batch size and whether a shared prefix is read once
-        self.graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self.graph_pool = torch.cuda.graph_pool_handle() if self.is_cuda else None
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        if self.is_cuda:  # graphs share memory only within one pool and one stream
+            self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
-        self.graph_sizes = _graph_sizes(n) if use_graphs else []
+        self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
         self.num_kvcache_blocks = self._count_blocks()
         try:
             self._allocate_cache(self.num_kvcache_blocks)
@@ -212,16 +214,15 @@ class ModelRunner:
             if changed:
                 self.rows[:size], self.shared_len[:] = changed
         if self.graph_sizes:
-            graph, logits = self.graphs[size, self.reads_shared]
-            graph.replay()
+            self.graphs[size, self.reads_shared].replay()
         else:
-            logits = self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
-        if self.has_min_tokens and self._mask_early_stops(logits, [batch.seqs[i] for i in self.order]):
-            self._sample_into_slots(logits, size)
+            self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
+        if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
+            self._sample_into_slots(n)
         return self.token_ids[:n]
 
-    def _decode_step(self, n: int, key_lens: list[int] | None = None) -> torch.Tensor:
-        """Decode the sequences in `rows[:n]` from ids to sampled ids, all of it on the device; returns the logits."""
+    def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
+        """Decode the sequences in `rows[:n]` from ids to logits and sampled ids, all of it on the device."""
         slots = self.slots
         inputs = (self.input_ids[:n], self.positions[:n], self.slot_mapping[:n], self.context_lens[:n])
         decode_inputs(
@@ -233,13 +234,12 @@ class ModelRunner:
             False, positions, slot_mapping, slots.block_tables, self.rows[:n], context_lens, key_lens=key_lens,
             shared_len=self.shared_len if self.reads_shared else None,
         )  # fmt: skip
-        logits = self.model.compute_logits(self.model(input_ids, context))
-        self._sample_into_slots(logits, n)
-        return logits
+        self.model.compute_logits(self.model(input_ids, context), out=self.logits[:n])
+        self._sample_into_slots(n)
 
-    def _sample_into_slots(self, logits: torch.Tensor, n: int) -> None:
+    def _sample_into_slots(self, n: int) -> None:
         rows, slots = self.rows[:n], self.slots
-        ids = self.sampler(logits, slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
+        ids = self.sampler(self.logits[:n], slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
 
@@ -287,7 +287,7 @@ class ModelRunner:
             raise OutOfMemoryError(
                 f"the KV cache needs at least {block_bytes / 2**20:.0f} MiB for one block, and {free / 2**20:.0f} MiB "
                 f"are left of {config.gpu_memory_utilization:.0%} of the device's memory after weights, activations "
-                "and graphs; raise gpu_memory_utilization or tensor_parallel_size, or lower max_num_batched_tokens, "
+                "and graphs; raise gpu_memory_utilization, or lower max_num_batched_tokens, "
                 "max_num_seqs or kvcache_block_size"
             )
         return free // block_bytes
@@ -309,7 +309,8 @@ class ModelRunner:
             for size in (self.graph_sizes[-1], self.graph_sizes[0]):
                 self._capture(size)
                 left.append(torch.cuda.mem_get_info()[0])
-            reserve = left[0] - left[1] + len(self.graph_sizes) * max(left[1] - left[2], 4 << 20)
+            count = 2 * len(self.graph_sizes)  # each size once more for a shared prefix
+            reserve = left[0] - left[1] + count * max(left[1] - left[2], 4 << 20)
             self.graphs.clear()
             self.graph_pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
             torch.cuda.empty_cache()
@@ -346,13 +347,13 @@ class ModelRunner:
         self._decode_padding(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with torch.cuda.stream(self.graph_stream):
             graph.capture_begin(pool=self.graph_pool)
             try:
-                logits = self._decode_step(size)
+                self._decode_step(size)
             finally:
                 graph.capture_end()
-        self.graphs[size, reads_shared] = (graph, logits)
+        self.graphs[size, reads_shared] = graph
         self.slots_on_device = []
 
 

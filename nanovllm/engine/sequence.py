@@ -38,7 +38,7 @@ class Sequence:
         "num_cached_tokens", "num_scheduled_tokens", "is_prefill", "block_table", "temperature",
         "max_tokens", "min_tokens", "ignore_eos", "seed", "params", "num_pending", "slot",
         "max_num_tokens", "stop_ids", "stop_strings", "block_hashes", "num_registered_blocks",
-        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer", "text",
+        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer",
     )  # fmt: skip
 
     def __init__(self, token_ids: Iterable[int], params: SamplingParams | None = None) -> None:
@@ -69,7 +69,6 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.detokenizer: Any = None
-        self.text = ""
 
     def __len__(self) -> int:
         return self.num_tokens

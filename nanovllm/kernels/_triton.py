@@ -31,6 +31,11 @@ try:
 except ImportError:  # an older Triton
     HAS_PDL = False
 
+try:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    TensorDescriptor = None
+
 INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)
 
 

@@ -134,7 +134,8 @@ def paged_decode_triton(
     config: tuple[int, int, int] | None = None, prefix: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """`paged_decode` on the GPU; prefix: shared_len [1] int32, a multiple of the block size and at most every
-    context_len, and the partial results of `shared_prefix_triton` for so many keys."""
+    context_len but those of padding rows, which then get some finite result, and the partial results of
+    `shared_prefix_triton` for so many keys."""
     (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
     if out is None:
         out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)

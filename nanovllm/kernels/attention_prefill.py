@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, tl, triton
+from nanovllm.kernels._triton import TensorDescriptor, cache_slots, dot, next_power_of_2, tl, triton
 
 
 def paged_prefill_reference(
@@ -109,7 +109,7 @@ def prefill_config(dim: int, itemsize: int, capability: tuple[int, int], block_s
     registers = 128 if dim <= 128 else None
     # building the descriptors costs the host 50 us a launch: only where the GPU is busy for longer
     if tokens >= 2048 and block_size % 64 == 0 and dim == next_power_of_2(dim):
-        return PrefillConfig(128, 64, 8, 2, tma=True, registers=registers)
+        return PrefillConfig(128, 64, 8, 2, tma=TensorDescriptor is not None, registers=registers)
     return PrefillConfig(128, 64, 8, 3 if dim <= 128 else 2, registers=registers)
 
 
@@ -126,8 +126,6 @@ def paged_prefill_triton(
     block_m = max(config.rows, next_power_of_2(group))
     tiles: list[Any] = [k_cache, v_cache]
     if config.tma:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
         tiles = [TensorDescriptor.from_tensor(c.view(-1, kv_heads * dim), [config.keys, dim]) for c in tiles]
     if total:
         _prefill_kernel[(kv_heads, rows.shape[0], -(-max_seqlen_q // (block_m // group)))](

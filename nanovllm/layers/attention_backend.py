@@ -197,6 +197,8 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if name in ("auto", "triton"):
         if find_spec("triton") is None:
             raise ValueError(f"attention_backend={name!r}: needs the package triton; use 'torch' or 'flash_attn'")
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
         return TritonBackend()
     if not find_spec("flash_attn_interface") and not find_spec("flash_attn"):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")

@@ -36,7 +36,14 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """Logits of this rank's share of the vocabulary: [N, hidden] -> [N, share], padding cut off."""
+    """Logits of this rank's share of the vocabulary: [N, hidden] -> [N, num_logits], padding cut off.
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight[: max(0, self.vocab_size - self.start)])
+    num_logits: real ids of the share. `forward` writes into `out` where it is given.
+    """
+
+    @property
+    def num_logits(self) -> int:
+        return max(0, min(self.share, self.vocab_size - self.start))
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.mm(x, self.weight[: self.num_logits].t(), out=out)

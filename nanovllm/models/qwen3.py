@@ -127,9 +127,9 @@ class Qwen3ForCausalLM(nn.Module):
             x, residual = layer(x, residual, context)
         return self.norm(x, residual)[0]
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary]."""
-        return self.lm_head(hidden)
+    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary], in `out` if given."""
+        return self.lm_head(hidden, out)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Read this rank's weights; `CheckpointError` if any is missing or has no place."""
