@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,13 @@ class ModelConfig:
             if raw.get(name, accepted) not in (accepted, None):
                 raise CheckpointError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not supported")
         heads = need("num_attention_heads")
-        kv_heads = raw.get("num_key_value_heads") or heads
+        kv_heads = heads if raw.get("num_key_value_heads") is None else need("num_key_value_heads")
         if heads % kv_heads:
             raise CheckpointError(f"{heads} attention heads cannot be grouped over {kv_heads} key/value heads")
         hidden_size = need("hidden_size")
+        eps = raw.get("rms_norm_eps", 1e-6)
+        if not isinstance(eps, float) or not 0 < eps < 1:
+            raise CheckpointError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be a number in (0, 1)")
         return cls(
             architecture=architectures[0],
             vocab_size=need("vocab_size"),
@@ -78,9 +82,9 @@ class ModelConfig:
             num_hidden_layers=need("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=raw.get("head_dim") or hidden_size // heads,
+            head_dim=hidden_size // heads if raw.get("head_dim") is None else need("head_dim"),
             max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(eps),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             dtype=_checkpoint_dtype(raw),
@@ -142,6 +146,8 @@ class Config:
         for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
             if not isinstance(getattr(self, name), bool):
                 self._fail(name, "True or False")
+        if not isinstance(self.model, (str, PathLike)) or not str(self.model):
+            self._fail("model", "the path of a local folder")
         folder = Path(self.model)
         if not folder.is_dir():
             raise ValueError(
@@ -210,5 +216,8 @@ def _tokenizer_eos(folder: Path) -> list[int]:
 
 
 def _id_list(raw: dict[str, Any]) -> list[int]:
-    ids = raw.get("eos_token_id")
-    return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
+    value = raw.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise CheckpointError(f"eos_token_id={value!r} in the model's configuration: must be an integer or several")
+    return ids

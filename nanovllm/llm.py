@@ -77,9 +77,11 @@ class LLM(LLMEngine):
 
         Text comes only once it cannot change any more. Leaving the loop early aborts the request.
         """
-        params = sampling_params or SamplingParams()
-        (ids,) = self._tokenize(_as_list(prompt))
-        seq = self._make_sequence(ids, params)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        prompts = _as_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"prompt holds {len(prompts)} prompts: must be one, a string or a list of token ids")
+        seq = self._make_sequence(self._tokenize(prompts)[0], params)
         if params.detokenize and seq.detokenizer is None and self._has_tokenizer:
             seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
         return self._stream(seq)
@@ -131,20 +133,19 @@ class LLM(LLMEngine):
         """Queue `sequences`, step until all have ended, return their outputs in the same order."""
         position = {seq.seq_id: i for i, seq in enumerate(sequences)}
         outputs: list[dict[str, Any]] = [{}] * len(sequences)
-        left = len(sequences)
         start, before = perf_counter(), self.stats()
         try:
             for seq in sequences:
                 self._enqueue(seq)
-            with tqdm(total=left, desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as bar:
-                while left:
+            total, off = len(sequences), not use_tqdm
+            with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
+                while not all(seq.is_finished for seq in sequences):
                     for seq in self._step():
                         output = self._output(seq)
                         if (i := position.get(seq.seq_id)) is None:
                             self.unclaimed.append(output)  # of `add_request`: the next `step` returns it
                             continue
                         outputs[i] = output
-                        left -= 1
                         bar.update()
                     if use_tqdm:
                         bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
@@ -152,7 +153,8 @@ class LLM(LLMEngine):
             for seq_id in position:
                 self.abort(seq_id)
             raise
-        return outputs
+        # one that a signal handler has aborted never came out of a step
+        return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
 
     def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
         now = self.stats()

@@ -27,7 +27,7 @@ def _is_finite(value: object) -> bool:
 class SamplingParams:
     """Parameters of one request. A wrong value raises `ValueError` with the field, value and range.
 
-    temperature: 0 is greedy, otherwise logits are divided by it before sampling.
+    temperature: 0 (or less than 1e-5) is greedy, otherwise logits are divided by it before sampling.
     max_tokens: most tokens to generate; `None` means up to the engine's `max_model_len`.
     min_tokens: no end token, stop id or stop string ends the request before so many tokens.
     ignore_eos: the model's end-of-sequence ids do not stop the request.

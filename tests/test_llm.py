@@ -995,3 +995,32 @@ def test_a_stream_without_text_gives_ids(small: LLM) -> None:
 def test_a_stream_of_a_string_is_that_of_its_ids(tiny: LLM) -> None:
     pieces = list(tiny.stream("hello", greedy(8)))
     assert "".join(piece["text"] for piece in pieces) == run(tiny, "hello")[0]["text"]
+
+
+def test_generate_returns_when_its_requests_are_aborted_from_outside(random_model):
+    with LLM(random_model) as llm:
+        step = llm._step
+        calls = []
+
+        def interrupted():
+            calls.append(1)
+            if len(calls) == 3:
+                for seq_id in list(llm.sequences):
+                    llm.abort(seq_id)
+            return step()
+
+        llm._step = interrupted
+        params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+        outputs = llm.generate([[5, 6], [7]], params, use_tqdm=False)
+        assert [output["finish_reason"] for output in outputs] == ["abort", "abort"]
+        assert all(0 < len(output["token_ids"]) < 50 for output in outputs)
+
+
+@pytest.mark.parametrize("temperature", [1e-44, 1e-39, 1e-6])
+def test_a_temperature_that_would_overflow_the_logits_is_greedy(random_model, temperature):
+    with LLM(random_model) as llm:
+        tiny, greedy = (
+            llm.generate([[5, 6]], SamplingParams(temperature=t, seed=1), use_tqdm=False)[0]["token_ids"]
+            for t in (temperature, 0)
+        )
+        assert tiny == greedy

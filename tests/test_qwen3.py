@@ -210,8 +210,8 @@ def test_logits_of_prefill_and_decode_are_those_of_transformers(oracle: Oracle, 
         seen: list[torch.Tensor] = []
         compute_logits = llm.runner.model.compute_logits
 
-        def spy(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(compute_logits(hidden).clone())
+        def spy(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(compute_logits(hidden, out).clone())
             return seen[-1]
 
         llm.runner.model.compute_logits = spy

@@ -64,7 +64,7 @@ class LLMEngine:
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return self._enqueue(self._make_sequence(ids, params))
 
@@ -132,6 +132,8 @@ class LLMEngine:
         self.scheduler.check(seq)
         eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
         seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
+        # dividing logits by less would overflow
+        seq.temperature = 0.0 if seq.temperature < 1e-5 else min(seq.temperature, 1e30)
         seq.stop_strings = params.stop_strings
         if seq.stop_strings:
             seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
