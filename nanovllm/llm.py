@@ -1,5 +1,6 @@
 """LLM: what a script calls; prompts and results in bulk over the engine, no scheduling here."""
 
+from collections import deque
 from collections.abc import Iterator
 from numbers import Integral
 from time import perf_counter
@@ -139,7 +140,11 @@ class LLM(LLMEngine):
                 self._enqueue(seq)
             total, off = len(sequences), not use_tqdm
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
-                while not all(seq.is_finished for seq in sequences):
+                pending = deque(sequences)
+                while pending:
+                    if pending[0].is_finished:
+                        pending.popleft()
+                        continue
                     for seq in self._step():
                         output = self._output(seq)
                         if (i := position.get(seq.seq_id)) is None:
