@@ -19,6 +19,7 @@ from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.errors import OutOfMemoryError
+from nanovllm.kernels._triton import compile_ahead
 from nanovllm.kernels.step_inputs import decode_inputs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import make_backend
@@ -111,6 +112,11 @@ class ModelRunner:
             self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
+        if self.is_cuda:
+            self._allocate_cache(1)
+            with compile_ahead(self.device):
+                self._rehearse()
+            self._rehearse()  # initialises what a capture cannot
         self.num_kvcache_blocks = self._count_blocks()
         try:
             self._allocate_cache(self.num_kvcache_blocks)
@@ -118,11 +124,6 @@ class ModelRunner:
             raise OutOfMemoryError(
                 f"num_kvcache_blocks={self.num_kvcache_blocks}: the KV cache does not fit ({error}); lower it"
             ) from error
-        if self.is_cuda:
-            # compile what the first requests may run
-            self._run_prefill(1)
-            self.reads_shared = self.backend.reads_shared_prefix(n, config.max_model_len)
-            self._decode_padding(n)
         for size in reversed(self.graph_sizes):  # the largest first: the others fit in its memory
             self._capture(size)
 
@@ -294,7 +295,6 @@ class ModelRunner:
 
     def _free_device_bytes(self) -> int:
         """What is left for the cache after weights, the peak of a full step, and the graphs."""
-        self._allocate_cache(1)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -316,6 +316,16 @@ class ModelRunner:
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
         return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve
+
+    def _rehearse(self) -> None:
+        """Call every kernel that requests may need, in each of its variants."""
+        most = self.config.max_num_seqs
+        self._run_prefill(1)
+        for size in {min(n, most) for n in (1, 2, 64, most)}:
+            self._decode_padding(size)
+        self.reads_shared = self.backend.reads_shared_prefix(most, self.config.max_model_len)
+        self._decode_padding(most)
+        self.reads_shared = False
 
     def _run_prefill(self, total: int) -> None:
         """A prefill of `total` tokens with as many samples as there can be, into no cache block."""

@@ -2,6 +2,9 @@
 
 import functools
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,17 +71,29 @@ def cache_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
-    """Programmatic dependent launch: the kernel was launched while the one before it still runs. Wait for that one's
-    results before anything that depends on them is read, and let the next kernel be launched."""
+def let_next_start(PDL: tl.constexpr):
+    """Programmatic dependent launch: the next kernel may be launched as soon as all programs of this one have begun."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_last(PDL: tl.constexpr):
+    """This kernel was launched while the one before it still runs: wait for that one's results. To be called before
+    anything that depends on any kernel before is read: weights may be read earlier, lengths and tables may not."""
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    let_next_start(PDL)
+    wait_for_last(PDL)
 
 
 @functools.lru_cache
 def pdl(device: torch.device) -> dict[str, bool]:
-    """Options of a launch that calls `wait_for_inputs`: shorter gaps in a chain of small kernels, on 9.0 and up."""
+    """Options of a launch that waits for its inputs: shorter gaps in a chain of small kernels, on 9.0 and up."""
     if HAS_PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -86,3 +101,41 @@ def pdl(device: torch.device) -> dict[str, bool]:
 
 def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
+
+
+@contextmanager
+def compile_ahead(device: torch.device) -> Iterator[None]:
+    """Within it, kernels that are called get compiled in parallel and do not run: a rehearsal of what will run.
+
+    Saves seconds at the first start on a machine. Triton versions without asynchronous compilation run the kernels.
+    """
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime.jit import JITFunction
+    except ImportError:
+        yield
+        return
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, warmup=True, **options)
+
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        JITFunction.run = compile_only
+        try:
+            with AsyncCompileMode(pool) as mode:
+                yield
+        finally:
+            JITFunction.run = run
+        # the launchers, too: each is compiled when it is first asked for
+        list(pool.map(lambda future: future.result().run, mode.future_kernels.values()))
+
+
+NUM_COUNTERS = 1 << 16
+
+
+@functools.lru_cache
+def arrival_counters(device: torch.device) -> torch.Tensor:
+    """[NUM_COUNTERS] int32, zero between kernels, with which programs find out who is last; kernels of one device must
+    not overlap. To be called once outside of a capture."""
+    return torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=device)

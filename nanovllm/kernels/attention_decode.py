@@ -1,15 +1,23 @@
 """Decode attention over the paged cache: one query token a sequence, grouped heads, keys split over programs."""
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import (
+    NUM_COUNTERS,
+    arrival_counters,
+    cache_slots,
+    dot,
+    next_power_of_2,
+    pdl,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
-_NUM_COUNTERS = 1 << 16
 _MAX_SPLITS = 32
 
 
@@ -111,12 +119,6 @@ def _decode_kernel(
             tl.store(counters + b * HK + hk, 0)
 
 
-@functools.lru_cache
-def _counters(device: torch.device) -> Tensor:
-    """Arrival counters of a device, zero between launches: launches on it must not overlap."""
-    return torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
-
-
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
     """Programs that share a sequence's keys: about 2 programs a multiprocessor, a power of two up to 32."""
     return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), _MAX_SPLITS)
@@ -142,7 +144,7 @@ def paged_decode_triton(
     if num_splits is None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
         num_splits = decode_splits(batch, kv_heads, num_sms)
-    if batch * kv_heads > _NUM_COUNTERS or prefix:
+    if batch * kv_heads > NUM_COUNTERS or prefix:
         num_splits = 1
     block_n, warps, stages = config or decode_config(dim, q.element_size())
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
@@ -151,7 +153,7 @@ def paged_decode_triton(
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
-            _counters(device), *(prefix or (context_lens, partial, partial)),
+            arrival_counters(device), *(prefix or (context_lens, partial, partial)),
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
             prefix[2].shape[2] if prefix else 0,
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,

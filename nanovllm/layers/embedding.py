@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import new_weight
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
 
 

@@ -1,40 +1,40 @@
 """Linear layers sharded over the ranks of a tensor-parallel group; each loads only its own slice.
 
 Column-parallel layers hold a share of the outputs, row-parallel ones a share of the inputs and add up
-the partial results. Sizes that do not divide are padded with zeros, which change no result.
+the partial results. Sizes that do not divide are padded with zeros, which change no result. The norm
+before a column-parallel layer and the residual after a row-parallel one belong to its product: a kernel
+does both at once where a step has few tokens.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.kernels.linear import linear_add, norm_linear
+from nanovllm.layers.norm import RMSNorm
+from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
 
 
-def new_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
-
-
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b for one or several matrices of the same input, merged into one product.
+    """y = RMSNorm(x) W^T + b for one or several matrices of the same input, merged into one product.
 
     in_features, out_features: sizes of the whole layer; `out_features` has one entry a matrix.
     shares: of each matrix, the first row that this rank holds and how many.
+    silu: of two matrices, gate and up, the result is silu(gate) * up.
     """
 
     def __init__(
-        self, in_features: int, out_features: list[int], shares: list[tuple[int, int]], bias: bool,
+        self, in_features: int, out_features: list[int], shares: list[tuple[int, int]], bias: bool, silu: bool,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.in_features, self.out_features, self.shares = in_features, out_features, shares
+        self.in_features, self.out_features, self.shares, self.silu = in_features, out_features, shares, silu
         rows = sum(size for _, size in shares)
         self.weight = new_weight(rows, in_features, dtype=dtype, device=device)
         self.bias = new_weight(rows, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, self.silu)
 
     def load(self, checkpoint: Checkpoint, *names: str) -> None:
         """Read this rank's rows of each matrix, `names` without ".weight"."""
@@ -51,7 +51,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = sum over the ranks of x_rank W_rank^T, plus b once; inputs are split as `share` says."""
+    """residual += sum over the ranks of x_rank W_rank^T, plus b; inputs are split as `share` says."""
 
     def __init__(
         self, in_features: int, out_features: int, share: tuple[int, int], bias: bool,
@@ -62,8 +62,9 @@ class RowParallelLinear(nn.Module):
         self.weight = new_weight(out_features, share[1], dtype=dtype, device=device)
         self.bias = new_weight(out_features, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias))
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`residual` in place; every rank comes with the same, and the first one adds its own to the sum."""
+        return self.parallel.all_reduce(linear_add(x, self.weight, self.bias, residual, self.parallel.rank == 0))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         start, size = self.share

@@ -1,11 +1,10 @@
-"""RMSNorm with the residual addition that always comes before it."""
+"""RMSNorm: its weight, and the norm itself where no product follows that does it."""
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.norm import add_rms_norm, rms_norm
-from nanovllm.layers.linear import new_weight
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.kernels.norm import rms_norm
+from nanovllm.utils.checkpoint import Checkpoint, new_weight
 
 
 class RMSNorm(nn.Module):
@@ -16,11 +15,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_weight(size, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `x + residual`, and that sum as the next residual (in place where there is one)."""
-        if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return add_rms_norm(x, residual, self.weight, self.eps), residual
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         part = checkpoint.read(f"{name}.weight", tuple(self.weight.shape))

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from nanovllm.config import ModelConfig
-from nanovllm.kernels.activation import silu_mul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -32,6 +31,7 @@ class Qwen3Attention(nn.Module):
             [total_heads * dim, total_kv_heads * dim, total_kv_heads * dim],
             [q_share, kv_share, kv_share],
             config.attention_bias,
+            silu=False,
             **factory,
         )
         self.o_proj = RowParallelLinear(
@@ -41,8 +41,9 @@ class Qwen3Attention(nn.Module):
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
         self.attn = Attention(heads, kv_heads, dim, rope, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        return self.o_proj(self.attn(self.qkv_proj(x), self.q_norm.weight, self.k_norm.weight, context))
+    def forward(self, x: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
+        qkv = self.qkv_proj(x, norm)
+        return self.o_proj(self.attn(qkv, self.q_norm.weight, self.k_norm.weight, context), x)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         self.qkv_proj.load(checkpoint, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -57,11 +58,11 @@ class Qwen3MLP(nn.Module):
         hidden, total = config.hidden_size, config.intermediate_size
         size = parallel.share(total)
         share = (parallel.rank * size, size)
-        self.gate_up_proj = ColumnParallelLinear(hidden, [total, total], [share, share], False, **factory)
+        self.gate_up_proj = ColumnParallelLinear(hidden, [total, total], [share, share], False, silu=True, **factory)
         self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        return self.down_proj(self.gate_up_proj(x, norm), x)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         self.gate_up_proj.load(checkpoint, f"{name}.gate_proj", f"{name}.up_proj")
@@ -76,13 +77,10 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.mlp = Qwen3MLP(config, parallel, **factory)
 
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, context)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """x: the residual stream [N, hidden], to which attention and MLP add in place."""
+        x = self.self_attn(x, self.input_layernorm, context)
+        return self.mlp(x, self.post_attention_layernorm)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         self.input_layernorm.load(checkpoint, f"{name}.input_layernorm")
@@ -122,10 +120,10 @@ class Qwen3ForCausalLM(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
         """[N] -> hidden states [N, hidden]."""
-        x, residual = self.embed_tokens(input_ids), None
+        x = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x, residual = layer(x, residual, context)
-        return self.norm(x, residual)[0]
+            x = layer(x, context)
+        return self.norm(x)
 
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary], in `out` if given."""

@@ -13,6 +13,11 @@ from safetensors import SafetensorError, safe_open
 from nanovllm.errors import CheckpointError
 
 
+def new_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
+    """A parameter of zeros that a checkpoint fills."""
+    return torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device), requires_grad=False)
+
+
 class Checkpoint:
     """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
 

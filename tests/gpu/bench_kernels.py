@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanovllm.kernels import activation, attention_decode, attention_prefill, norm, rope, sampling, step_inputs
+from nanovllm.kernels import activation, attention_decode, attention_prefill, linear, norm, rope, sampling, step_inputs
 
 HQ, HK, D, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 16, 8, 128, 1024, 3072, 151936, 256  # Qwen3-0.6B
 Call = Callable[..., Any]
@@ -107,9 +107,9 @@ def sample_case(rows: int, temperature: float, target: str) -> Case:
 
 
 def small_cases(rows: int) -> list[Case]:
-    def add_norm(seed: int) -> Call:
-        x, residual, w = rand(rows, HIDDEN), rand(rows, HIDDEN), rand(HIDDEN)
-        return lambda: norm.add_rms_norm_triton(x, residual, w, 1e-6)
+    def rms_norm(seed: int) -> Call:
+        x, w = rand(rows, HIDDEN), rand(HIDDEN)
+        return lambda: norm.rms_norm_triton(x, w, 1e-6)
 
     def silu(seed: int) -> Call:
         x = rand(rows, 2 * INTERMEDIATE)
@@ -127,10 +127,36 @@ def small_cases(rows: int) -> list[Case]:
         return lambda: step_inputs.decode_inputs_triton(live, *state, BLOCK, *long, *int32)
 
     return [
-        Case(f"add+norm {rows}", add_norm, rows * HIDDEN * 8, 16),
+        Case(f"norm {rows}", rms_norm, rows * HIDDEN * 4, 16),
         Case(f"silu*mul {rows}", silu, rows * INTERMEDIATE * 6, 16),
         Case(f"store {rows}", store, rows * HK * D * 8, 16),
         Case(f"step inputs {rows}", step, rows * 40, 16),
+    ]
+
+
+def product_cases(rows: int) -> list[Case]:
+    """The four products of a layer, each with 28 different weights."""
+
+    def normed(out: int, silu: bool) -> Callable[[int], Call]:
+        def make(seed: int) -> Call:
+            x, w, weight = rand(rows, HIDDEN), rand(HIDDEN), rand(out, HIDDEN)
+            return lambda: linear.norm_linear(x, w, 1e-6, weight, None, silu)
+
+        return make
+
+    def added(width: int) -> Callable[[int], Call]:
+        def make(seed: int) -> Call:
+            x, weight, residual = rand(rows, width), rand(HIDDEN, width), rand(rows, HIDDEN)
+            return lambda: linear.linear_add(x, weight, None, residual)
+
+        return make
+
+    qkv, o = (HQ + 2 * HK) * D, HQ * D
+    return [
+        Case(f"norm+qkv {rows}", normed(qkv, False), qkv * HIDDEN * 2, 28),
+        Case(f"o+add {rows}", added(o), o * HIDDEN * 2, 28),
+        Case(f"norm+gate_up+silu {rows}", normed(2 * INTERMEDIATE, True), INTERMEDIATE * HIDDEN * 4, 28),
+        Case(f"down+add {rows}", added(INTERMEDIATE), INTERMEDIATE * HIDDEN * 2, 28),
     ]
 
 
@@ -143,6 +169,7 @@ def all_cases() -> list[Case]:
     uneven = [100 + 1500 * i // 255 for i in range(256)]
     return [
         *(c for rows in (1, 256) for c in small_cases(rows)),
+        *(c for rows in (1, 4, 16, 32, 64, 256) for c in product_cases(rows)),
         rope_case(1, "1.2 us"),
         rope_case(256, "3 us"),
         decode_case("256 x 900", [900] * 256, 2, "4.0 TB/s", many),

@@ -93,9 +93,14 @@ def test_logits_of_prefill_and_64_decode_steps_match_transformers(model_06b):
     with LLM(folder, max_num_seqs=8, enforce_eager=True) as llm:
         ours: list[torch.Tensor] = []
         compute = llm.runner.model.compute_logits
-        llm.runner.model.compute_logits = lambda hidden, out=None: ours.append(compute(hidden)) or (
-            ours[-1] if out is None else out.copy_(ours[-1])
-        )
+
+        def compute_and_keep(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            logits = compute(hidden, out)
+            ours.append(torch.empty_like(logits))
+            ours[-1][slice(None) if out is None else llm.runner.order] = logits  # from rows to prompts
+            return logits
+
+        llm.runner.model.compute_logits = compute_and_keep
         outputs = llm.generate(
             prompts, SamplingParams(temperature=0, max_tokens=65, ignore_eos=True, detokenize=False), use_tqdm=False
         )
