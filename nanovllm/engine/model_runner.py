@@ -116,6 +116,7 @@ class ModelRunner:
             self._allocate_cache(1)
             with compile_ahead(self.device):
                 self._rehearse()
+            self.slots.last_tokens.zero_()  # ids that no kernel has written
             self._rehearse()  # initialises what a capture cannot
         self.num_kvcache_blocks = self._count_blocks()
         try:

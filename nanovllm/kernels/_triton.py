@@ -87,8 +87,9 @@ def wait_for_last(PDL: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    let_next_start(PDL)
+    """The next kernel starts only now: programs that wait take room from those that work."""
     wait_for_last(PDL)
+    let_next_start(PDL)
 
 
 @functools.lru_cache

@@ -53,9 +53,11 @@ def _decode_kernel(
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head_mask = (g < G)[:, None] & (d < D)[None, :]
-    wait_for_inputs(PDL)
+    # lengths and tables are from before this layer's qkv product, so they are there: the kernel before this one, which
+    # stores k, lets it start only when all before that have ended
     n = tl.load(lens + b)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
+    wait_for_inputs(PDL)
     qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), splits), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(n, per_split), 1)
@@ -120,14 +122,20 @@ def _decode_kernel(
 
 
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share a sequence's keys: about 2 programs a multiprocessor, a power of two up to 32."""
-    return min(next_power_of_2(max(2 * num_sms // max(batch * num_kv_heads, 1), 1)), _MAX_SPLITS)
+    """Programs that share a sequence's keys, a power of two up to 32: all run at once where that fills the GPU's two
+    places a multiprocessor, else four rounds of programs, because one round lasts as long as the longest sequence."""
+    programs = max(batch * num_kv_heads, 1)
+    wanted = 2 * num_sms if programs <= 3 * num_sms // 2 else 8 * num_sms
+    return min(next_power_of_2(max(wanted // programs, 1)), _MAX_SPLITS)
 
 
-def decode_config(dim: int, itemsize: int) -> tuple[int, int, int]:
-    """(keys a tile, warps, stages): small programs, many to a multiprocessor; a tile of K or V takes at most 8 KB."""
+def decode_config(programs: int, dim: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
+    """(keys a tile, warps, stages): small programs, two to a multiprocessor; a tile of K or V takes at most 8 KB."""
     keys = min(max(8192 // (next_power_of_2(dim) * itemsize), 16), 64)
-    return (keys, 4, 3) if itemsize == 4 else (keys, 2, 5)
+    if itemsize == 4:
+        return keys, 4, 3
+    deep = programs < 2048 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return keys, 2, 7 if deep else 5  # of 16 KB each
 
 
 def paged_decode_triton(
@@ -146,7 +154,7 @@ def paged_decode_triton(
         num_splits = decode_splits(batch, kv_heads, num_sms)
     if batch * kv_heads > NUM_COUNTERS or prefix:
         num_splits = 1
-    block_n, warps, stages = config or decode_config(dim, q.element_size())
+    block_n, warps, stages = config or decode_config(batch * kv_heads, dim, q.element_size(), device)
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
     group, block_d = heads // kv_heads, max(16, next_power_of_2(dim))
     block_s = next_power_of_2(max(num_splits, _MAX_SPLITS))

@@ -57,6 +57,8 @@ def _one_row_kernel(
     if NORM:
         g = tl.load(norm_weight + k, mask=k_mask, other=0.0).to(tl.float32)
     wait_for_last(PDL)
+    if ADD:
+        old = tl.load(residual + n, mask=n < N * add, other=0.0).to(tl.float32)
     a = tl.load(x + k, mask=k_mask, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
@@ -66,24 +68,24 @@ def _one_row_kernel(
     if SILU:
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(w_up.to(tl.float32) * a[None, :], 1) * scale)
     if ADD:
-        y += tl.load(residual + n, mask=n < N * add, other=0.0).to(tl.float32)
+        y += old
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M", "add", "splits"])
+@triton.jit(do_not_specialize=["M", "add"])
 def _few_rows_kernel(
-    x, weight, residual, out, partial, counters, M, N, K, add, splits,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    x, weight, residual, out, partial, counters, M, N, K, add, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of K) of all rows. Of several splits the last to arrive adds up all, in order; counters
-    are zero before and after. K is a multiple of BLOCK_K * splits, N of BLOCK_N."""
+    are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     i = tl.arange(0, BLOCK_M)
     j = tl.arange(0, BLOCK_N)
     m = i < M
     n = tile * BLOCK_N + j
-    length = tl.multiple_of(K // splits, BLOCK_K)
+    length = tl.multiple_of(K // SPLITS, BLOCK_K)
     k = split * length + tl.arange(0, BLOCK_K)
     a_ptr = x + i[:, None] * K + k[None, :]
     w_ptr = weight + n[:, None].to(tl.int64) * K + k[None, :]
@@ -98,15 +100,15 @@ def _few_rows_kernel(
             acc_up = dot(a, tl.trans(tl.load(w_ptr + start + up)), acc_up)
     if SILU:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
-    ours = splits == 1
-    if splits > 1:
-        part = partial + tile.to(tl.int64) * splits * (BLOCK_M * BLOCK_N) + i[:, None] * BLOCK_N + j[None, :]
+    ours = True
+    if SPLITS > 1:
+        part = partial + tile.to(tl.int64) * SPLITS * (BLOCK_M * BLOCK_N) + i[:, None] * BLOCK_N + j[None, :]
         tl.store(part + split * (BLOCK_M * BLOCK_N), acc)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
-        ours = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+        ours = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if ours:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for s in range(splits):
+            for s in tl.static_range(SPLITS):
                 acc += tl.load(part + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
             tl.store(counters + tile, 0)
     if ours:
@@ -122,7 +124,7 @@ def _one_row(
     """add: whether to add to `out`; None: a product that never does."""
     k, n = x.shape[1], out.shape[1]
     block_k = next_power_of_2(k)
-    block_n = max(4096 // (block_k * (2 if silu else 1)), 1)
+    block_n = max(8192 // (block_k * (2 if silu else 1)), 1)
     _one_row_kernel[(-(-n // block_n),)](
         x, x if norm_weight is None else norm_weight, weight, out, out, n, eps, int(bool(add)),
         K=k, BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SILU=silu, ADD=add is not None,
@@ -131,9 +133,9 @@ def _one_row(
 
 
 def few_rows_splits(n: int, k: int) -> int:
-    """Programs that share the K of a product of few rows: enough to fill the GPU, of at least 512 each."""
-    splits = 1
-    while n // _BLOCK_N * splits < 256 and k // splits >= 1024 and k % (2 * splits * _BLOCK_K) == 0:
+    """Programs that share the K of a product of few rows: so that they fill the GPU and none has much more to do."""
+    splits, tiles = 1, n // _BLOCK_N
+    while (tiles * splits < 128 or k > 2048 * splits) and tiles * splits < 256 and k % (2 * splits * _BLOCK_K) == 0:
         splits *= 2
     return splits
 
@@ -144,9 +146,9 @@ def _few_rows(x: Tensor, weight: Tensor, out: Tensor, silu: bool, add: bool) -> 
     splits = 1 if silu else few_rows_splits(n, k)
     partial = torch.empty((n * splits * block_m if splits > 1 else 1,), dtype=torch.float32, device=x.device)
     _few_rows_kernel[(n // _BLOCK_N, splits)](
-        x, weight, out, out, partial, arrival_counters(x.device), m, n, k, int(add), splits,
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, SILU=silu,
-        num_warps=4, num_stages=3 if silu else 4, **pdl(x.device),  # at most 99 KB of shared memory
+        x, weight, out, out, partial, arrival_counters(x.device), m, n, k, int(add),
+        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, SPLITS=splits, SILU=silu,
+        num_warps=4, num_stages=3 if silu and block_m > 16 else 4, **pdl(x.device),  # at most 99 KB of shared memory
     )  # fmt: skip
 
 

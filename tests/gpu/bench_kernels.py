@@ -164,9 +164,9 @@ def all_cases() -> list[Case]:
     def grid(splits: tuple[int, ...], *configs: tuple[int, int, int]) -> list[dict[str, Any]]:
         return [{"num_splits": s, "config": c} for s in splits for c in configs]
 
-    many = grid((1, 2), (32, 2, 5), (32, 2, 7), (32, 1, 5), (64, 2, 5), (64, 4, 5))
+    many = grid((1, 2, 4, 8), (32, 2, 5), (32, 2, 7), (32, 2, 3), (64, 4, 3))
     one = grid((8, 16, 32, 64), (32, 2, 5), (32, 2, 7), (64, 4, 3), (64, 4, 5))
-    uneven = [100 + 1500 * i // 255 for i in range(256)]
+    uneven = [1600 - 1500 * i // 255 for i in range(256)]  # the longest first, as the engine orders them
     return [
         *(c for rows in (1, 256) for c in small_cases(rows)),
         *(c for rows in (1, 4, 16, 32, 64, 256) for c in product_cases(rows)),
@@ -174,7 +174,11 @@ def all_cases() -> list[Case]:
         rope_case(256, "3 us"),
         decode_case("256 x 900", [900] * 256, 2, "4.0 TB/s", many),
         decode_case("256 x 100-1600", uneven, 2, "", many),
+        decode_case("128 x 100-1600", uneven[::2], 2, "", many),
         decode_case("64 x 900", [900] * 64, 4, "", many),
+        decode_case("64 x 850-1600", uneven[:128:2], 4, "", many),
+        decode_case("32 x 850-1600", uneven[:128:4], 8, "", many),
+        decode_case("16 x 850-1600", uneven[:128:8], 16, "", many),
         decode_case("16 x 768", [768] * 16, 16, "", many),
         decode_case("1 x 2000", [2000], 28, "8 us", one),
         decode_case("1 x 400", [400], 28, "", one),
