@@ -120,7 +120,7 @@ def test_logits_of_prefill_and_64_decode_steps_match_transformers(model_06b):
         bf16, fp32 = references[torch.bfloat16, i], references[torch.float32, i]
         pairs = ((logits[:, i].float(), bf16), (logits[:, i].float(), fp32), (bf16, fp32))
         to_bf16, to_fp32, bf16_to_fp32 = (F.cosine_similarity(a, b, dim=-1).min().item() for a, b in pairs)
-        print(f"prompt of {len(prompt)}: smallest cosine with transformers in bf16 {to_bf16:.6f}, in fp32 {to_fp32:.6f}")
+        print(f"prompt of {len(prompt)}: smallest cosine with transformers' bf16 {to_bf16:.6f}, fp32 {to_fp32:.6f}")
         print(f"    transformers' own bf16 and fp32: {bf16_to_fp32:.6f}")
         assert to_bf16 >= 0.9997 and to_fp32 >= min(0.9999, bf16_to_fp32 - 2e-5)
 
