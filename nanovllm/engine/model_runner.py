@@ -7,9 +7,10 @@ a pinned buffer and an event. A CPU runs the same code without graphs.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from os.path import commonprefix
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +34,25 @@ from nanovllm.utils.parallel import Parallel
 MAX_CPU_CACHE_BYTES = 4 << 30
 
 
+# Positions of prompts whose logits are computed at a time for log-probabilities.
+PROMPT_LOGPROB_ROWS = 256
+# Blocks that are copied at a time.
+COPIED_BLOCKS = 64
+
+# Log-probabilities: whether of prompt tokens, the sequence of each row, the rows as `Sampler.logprobs` gives them.
+LogProbs = tuple[bool, Iterable[Sequence], Iterable[torch.Tensor]]
+
+
 class PendingIds:
-    """The sampled ids of a launched step; `tolist` waits for them.
+    """The sampled ids of a launched step, and log-probabilities where asked for; `tolist` waits for them.
 
     order: the batch entry that each of `ids` belongs to, if not their own.
     """
 
-    def __init__(self, ids: torch.Tensor, order: list[int] | None = None) -> None:
+    def __init__(self, ids: torch.Tensor, order: list[int] | None = None, pieces: Iterable[LogProbs] = ()) -> None:
         self.event, self.order = None, order
-        self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=ids.is_cuda)
-        self.ids.copy_(ids, non_blocking=True)
+        self.ids = _to_host(ids)
+        self.pieces = [(of_prompt, seqs, [_to_host(x) for x in rows]) for of_prompt, seqs, rows in pieces]
         if ids.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
@@ -57,6 +67,15 @@ class PendingIds:
         for i, token_id in zip(self.order, ids):
             in_batch[i] = token_id
         return in_batch
+
+    def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
+        """After `tolist`: a sequence, which of its lists, and the next entry of that, the best ids first."""
+        for of_prompt, seqs, rows in self.pieces:
+            for seq, token_id, own, ids, values in zip(seqs, *(x.tolist() for x in rows)):
+                entries, k = seq.logprobs, seq.num_logprobs
+                if of_prompt:
+                    entries, k = seq.prompt_logprobs, seq.num_prompt_logprobs
+                yield seq, entries, {**dict(zip(ids[:k], values[:k])), token_id: own}
 
 
 class ModelRunner:
@@ -95,6 +114,8 @@ class ModelRunner:
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
         self.has_min_tokens = False
+        self.logprob_seqs: list[Sequence] = []  # those in `rows` that want log-probabilities, and where they are
+        self.logprob_rows = torch.empty(0, dtype=torch.int32, device=self.device)
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
@@ -141,17 +162,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
-        if batch.is_prefill:
-            return PendingIds(self._prefill(batch))
-        return PendingIds(self._decode(batch), self.order)
+        return self._prefill(batch) if batch.is_prefill else self._decode(batch)
 
-    def _prefill(self, batch: Batch) -> torch.Tensor:
+    def _prefill(self, batch: Batch) -> PendingIds:
         seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         key_lens = [start + length for start, length in zip(starts, query_lens)]
         positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
         tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
+        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
+        for i, source, _ in batch.copies:
+            stores[i][:], tables[i][-1] = -1, source
         padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
         for row, table in zip(padded_tables, tables):
             row[: len(table)] = table
@@ -163,7 +185,7 @@ class ModelRunner:
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
                 np.concatenate([np.array(s.token_ids[a:b], dtype=np.int32) for s, a, b in zip(seqs, starts, key_lens)]),
                 np.concatenate(positions),
-                np.concatenate([t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]),
+                np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),
                 np.array(key_lens, dtype=np.int32),
                 cu_seqlens,
@@ -183,15 +205,38 @@ class ModelRunner:
             True, position_ids, slot_mapping, slots.block_tables, rows, context_lens, cu_seqlens_q, query_lens, key_lens
         )
         hidden = self.model(input_ids, context)
+        if batch.copies:
+            self._copy_blocks(batch)
+        pieces = list(self._prompt_logprobs(seqs, hidden))
         if not n:
-            return rows[:0].long()
+            return PendingIds(rows[:0].long(), None, pieces)
         logits = self.model.compute_logits(hidden[last])
+        wanted = [i for i in range(n) if seqs[i].num_logprobs is not None]
+        if wanted:
+            (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
+            raw = logits[wanted_rows]  # a copy: what follows may change `logits`
         self._mask_early_stops(logits, seqs[:n])
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
-        return ids
+        if wanted:
+            pieces.append(self._logprobs(False, [seqs[i] for i in wanted], raw, ids[wanted_rows]))
+        return PendingIds(ids, None, pieces)
 
-    def _decode(self, batch: Batch) -> torch.Tensor:
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Give the sequences of `batch.copies` their own last block, a copy of the one that they have read."""
+        entries, sources, targets = zip(*batch.copies)
+        slots = [batch.seqs[i].slot for i in entries]
+        last = [len(batch.seqs[i].block_table) - 1 for i in entries]
+        slot, index, source, target = to_device(
+            [np.array([slots, last, sources, targets], dtype=np.int32)], self.device
+        )[0]
+        self.slots.block_tables[slot, index] = target
+        for layer in self._attention_layers():
+            for cache in (layer.k_cache, layer.v_cache):
+                for from_, to in zip(source.split(COPIED_BLOCKS), target.split(COPIED_BLOCKS)):
+                    cache[to] = cache[from_]
+
+    def _decode(self, batch: Batch) -> PendingIds:
         n = len(batch.seqs)
         slots = [seq.slot for seq in batch.seqs]
         size = next((s for s in self.graph_sizes if s >= n), n)
@@ -207,19 +252,26 @@ class ModelRunner:
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
             self.slots_on_device = slots
-            arrays += [np.array(rows, dtype=np.int32), np.array([shared], dtype=np.int32)]
+            wanted = [i for i, j in enumerate(self.order) if batch.seqs[j].num_logprobs is not None]
+            self.logprob_seqs = [batch.seqs[self.order[i]] for i in wanted]
+            arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]
         if len(arrays) > 1 or batch.new_blocks:
             (slot, index, block_id), *changed = to_device(arrays, self.device)
             self.slots.block_tables[slot, index] = block_id
             if changed:
-                self.rows[:size], self.shared_len[:] = changed
+                self.rows[:size], self.shared_len[:], self.logprob_rows = changed
         if self.graph_sizes:
             self.graphs[size, self.reads_shared].replay()
         else:
             self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
+        if self.logprob_seqs:
+            raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
             self._sample_into_slots(n)
-        return self.token_ids[:n]
+        pieces = []
+        if self.logprob_seqs:
+            pieces.append(self._logprobs(False, self.logprob_seqs, raw, self.token_ids[self.logprob_rows]))
+        return PendingIds(self.token_ids[:n], self.order, pieces)
 
     def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
         """Decode the sequences in `rows[:n]` from ids to logits and sampled ids, all of it on the device."""
@@ -242,6 +294,25 @@ class ModelRunner:
         ids = self.sampler(self.logits[:n], slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
+
+    def _prompt_logprobs(self, seqs: list[Sequence], hidden: torch.Tensor) -> Iterator[LogProbs]:
+        """Of the prompt tokens that come after the positions of this step, in pieces that bound the memory."""
+        wanted: list[tuple[Sequence, int, int]] = []
+        row = 0
+        for seq in seqs:
+            start, length = seq.num_cached_tokens, seq.num_scheduled_tokens
+            if seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
+                following = seq.token_ids[start + 1 : start + length + 1]
+                wanted += [(seq, row + i, token_id) for i, token_id in enumerate(following)]
+            row += length
+        for i in range(0, len(wanted), PROMPT_LOGPROB_ROWS):
+            owners, *columns = zip(*wanted[i : i + PROMPT_LOGPROB_ROWS])
+            rows, ids = to_device([np.array(x, dtype=np.int64) for x in columns], self.device)
+            yield self._logprobs(True, owners, self.model.compute_logits(hidden[rows]), ids)
+
+    def _logprobs(self, of_prompt: bool, seqs: Iterable[Sequence], logits: torch.Tensor, ids: torch.Tensor) -> LogProbs:
+        k = max((seq.num_prompt_logprobs if of_prompt else seq.num_logprobs) or 0 for seq in seqs)
+        return of_prompt, seqs, self.sampler.logprobs(logits, ids, k)
 
     def _mask_early_stops(self, logits: torch.Tensor, seqs: list[Sequence]) -> bool:
         """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
@@ -334,7 +405,8 @@ class ModelRunner:
         hidden = self.model(torch.zeros_like(position_ids), context)
         logits = self.model.compute_logits(hidden[: config.max_num_seqs])
         n = len(logits)
-        self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+        ids = self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+        self.sampler.logprobs(logits.clone(), ids, 1)
 
     def _decode_padding(self, size: int) -> None:
         """A decode step of padding rows only, which compiles and initialises what a capture cannot."""
@@ -355,6 +427,11 @@ class ModelRunner:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
         self.slots_on_device = []
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, complete when the device has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
