@@ -78,7 +78,8 @@ class LLM(LLMEngine):
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[dict[str, Any]]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
 
-        Text comes only once it cannot change any more. Leaving the loop early aborts the request.
+        Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
+        at once there is `step(stream=True)`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         prompts = _as_list(prompt)

@@ -38,7 +38,8 @@ class SamplingParams:
         `include_stop_str_in_output`.
     stop_token_ids: ids that end the request.
     seed: of this request's noise; the same seed gives the same tokens whatever else runs.
-    n: samples of one prompt; the first has the request's seed, the others seeds derived from it.
+    n: samples of one prompt; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
+        with seed i. Must be 1 at temperature 0.
     logprobs, prompt_logprobs: log-probabilities (of the raw logits, before temperature and all
         controls) of each generated or prompt token and of so many best ids beside it.
     detokenize: `False` leaves `text` empty.
