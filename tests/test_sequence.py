@@ -93,7 +93,7 @@ def test_a_sequence_has_no_room_for_misspelt_fields() -> None:
 def test_a_prompt_travels_whole_while_nothing_of_it_is_cached() -> None:
     seq = Sequence(range(9), SamplingParams(temperature=0.5, seed=3))
     seq.block_table, seq.slot, seq.num_scheduled_tokens = [4, 2, 7], 5, 9
-    assert seq.__getstate__() == (9, 9, 0, 9, [4, 2, 7], list(range(9)), 5, 0.5, 3, None, None)
+    assert seq.__getstate__() == (9, 9, 0, 9, [4, 2, 7], list(range(9)), 5, 0.5, 3)
     received = pickle.loads(pickle.dumps(seq))
     assert received.is_prefill and received.token_ids == list(range(9)) and received.last_token == 8
     assert (received.num_tokens, received.num_prompt_tokens) == (9, 9)

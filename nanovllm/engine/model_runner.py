@@ -7,7 +7,7 @@ a pinned buffer and an event. A CPU runs the same code without graphs.
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
@@ -39,20 +39,23 @@ PROMPT_LOGPROB_ROWS = 256
 # Blocks that are copied at a time.
 COPIED_BLOCKS = 64
 
-# Log-probabilities: whether of prompt tokens, the sequence of each row, the rows as `Sampler.logprobs` gives them.
-LogProbs = tuple[bool, Iterable[Sequence], Iterable[torch.Tensor]]
+# Of a row of log-probabilities: the sequence, which of its lists it goes to, and how many best ids were asked for.
+Owner = tuple[Sequence, list[Any], int]
+# Results of `Sampler.logprobs`.
+Pieces = list[tuple[torch.Tensor, ...]]
 
 
 class PendingIds:
     """The sampled ids of a launched step, and log-probabilities where asked for; `tolist` waits for them.
 
     order: the batch entry that each of `ids` belongs to, if not their own.
+    owners: of the rows of all `pieces`, one after another.
     """
 
-    def __init__(self, ids: torch.Tensor, order: list[int] | None = None, pieces: Iterable[LogProbs] = ()) -> None:
-        self.event, self.order = None, order
+    def __init__(self, ids: torch.Tensor, order: list[int] | None, owners: list[Owner], pieces: Pieces) -> None:
+        self.event, self.order, self.owners = None, order, owners
         self.ids = _to_host(ids)
-        self.pieces = [(of_prompt, seqs, [_to_host(x) for x in rows]) for of_prompt, seqs, rows in pieces]
+        self.pieces = [[_to_host(x) for x in piece] for piece in pieces]
         if ids.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
@@ -70,12 +73,9 @@ class PendingIds:
 
     def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
         """After `tolist`: a sequence, which of its lists, and the next entry of that, the best ids first."""
-        for of_prompt, seqs, rows in self.pieces:
-            for seq, token_id, own, ids, values in zip(seqs, *(x.tolist() for x in rows)):
-                entries, k = seq.logprobs, seq.num_logprobs
-                if of_prompt:
-                    entries, k = seq.prompt_logprobs, seq.num_prompt_logprobs
-                yield seq, entries, {**dict(zip(ids[:k], values[:k])), token_id: own}
+        rows = (row for piece in self.pieces for row in zip(*(x.tolist() for x in piece)))
+        for (seq, entries, k), (token_id, own, ids, values) in zip(self.owners, rows):
+            yield seq, entries, {**dict(zip(ids[:k], values[:k])), token_id: own}
 
 
 class ModelRunner:
@@ -114,7 +114,7 @@ class ModelRunner:
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
         self.has_min_tokens = False
-        self.logprob_seqs: list[Sequence] = []  # those in `rows` that want log-probabilities, and where they are
+        self.owners: list[Owner] = []  # of those in `rows` that want log-probabilities, and where they are
         self.logprob_rows = torch.empty(0, dtype=torch.int32, device=self.device)
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
@@ -162,9 +162,19 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
-        return self._prefill(batch) if batch.is_prefill else self._decode(batch)
+        if not batch.is_prefill:
+            ids, pieces = self._decode(batch)
+            return PendingIds(ids, self.order, self.owners, pieces)
+        owners, scored = _scored_rows(batch.seqs)
+        sampled_owners, wanted = _sampled_rows(batch.seqs[: batch.num_sampled])
+        owners += sampled_owners
+        ids, pieces = self._prefill(batch, scored, wanted, _most(owners))
+        return PendingIds(ids, None, owners, pieces)
 
-    def _prefill(self, batch: Batch) -> PendingIds:
+    def _prefill(
+        self, batch: Batch, scored: list[tuple[int, int]], wanted: list[int], k: int
+    ) -> tuple[torch.Tensor, Pieces]:
+        """The sampled ids; log-probabilities of `scored`, (row, id that follows), and of the ids of rows `wanted`."""
         seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
@@ -207,11 +217,13 @@ class ModelRunner:
         hidden = self.model(input_ids, context)
         if batch.copies:
             self._copy_blocks(batch)
-        pieces = list(self._prompt_logprobs(seqs, hidden))
+        pieces = []
+        for i in range(0, len(scored), PROMPT_LOGPROB_ROWS):
+            (part,) = to_device([np.array(scored[i : i + PROMPT_LOGPROB_ROWS], dtype=np.int64).T], self.device)
+            pieces.append(self.sampler.logprobs(self.model.compute_logits(hidden[part[0]]), part[1], k))
         if not n:
-            return PendingIds(rows[:0].long(), None, pieces)
+            return rows[:0].long(), pieces
         logits = self.model.compute_logits(hidden[last])
-        wanted = [i for i in range(n) if seqs[i].num_logprobs is not None]
         if wanted:
             (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
             raw = logits[wanted_rows]  # a copy: what follows may change `logits`
@@ -219,8 +231,8 @@ class ModelRunner:
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
         if wanted:
-            pieces.append(self._logprobs(False, [seqs[i] for i in wanted], raw, ids[wanted_rows]))
-        return PendingIds(ids, None, pieces)
+            pieces.append(self.sampler.logprobs(raw, ids[wanted_rows], k))
+        return ids, pieces
 
     def _copy_blocks(self, batch: Batch) -> None:
         """Give the sequences of `batch.copies` their own last block, a copy of the one that they have read."""
@@ -236,7 +248,7 @@ class ModelRunner:
                 for from_, to in zip(source.split(COPIED_BLOCKS), target.split(COPIED_BLOCKS)):
                     cache[to] = cache[from_]
 
-    def _decode(self, batch: Batch) -> PendingIds:
+    def _decode(self, batch: Batch) -> tuple[torch.Tensor, Pieces]:
         n = len(batch.seqs)
         slots = [seq.slot for seq in batch.seqs]
         size = next((s for s in self.graph_sizes if s >= n), n)
@@ -252,8 +264,7 @@ class ModelRunner:
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
             self.slots_on_device = slots
-            wanted = [i for i, j in enumerate(self.order) if batch.seqs[j].num_logprobs is not None]
-            self.logprob_seqs = [batch.seqs[self.order[i]] for i in wanted]
+            self.owners, wanted = _sampled_rows([batch.seqs[i] for i in self.order])
             arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]
         if len(arrays) > 1 or batch.new_blocks:
             (slot, index, block_id), *changed = to_device(arrays, self.device)
@@ -264,14 +275,14 @@ class ModelRunner:
             self.graphs[size, self.reads_shared].replay()
         else:
             self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
-        if self.logprob_seqs:
+        if self.owners:
             raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
             self._sample_into_slots(n)
         pieces = []
-        if self.logprob_seqs:
-            pieces.append(self._logprobs(False, self.logprob_seqs, raw, self.token_ids[self.logprob_rows]))
-        return PendingIds(self.token_ids[:n], self.order, pieces)
+        if self.owners:
+            pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], _most(self.owners)))
+        return self.token_ids[:n], pieces
 
     def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
         """Decode the sequences in `rows[:n]` from ids to logits and sampled ids, all of it on the device."""
@@ -294,25 +305,6 @@ class ModelRunner:
         ids = self.sampler(self.logits[:n], slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
-
-    def _prompt_logprobs(self, seqs: list[Sequence], hidden: torch.Tensor) -> Iterator[LogProbs]:
-        """Of the prompt tokens that come after the positions of this step, in pieces that bound the memory."""
-        wanted: list[tuple[Sequence, int, int]] = []
-        row = 0
-        for seq in seqs:
-            start, length = seq.num_cached_tokens, seq.num_scheduled_tokens
-            if seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
-                following = seq.token_ids[start + 1 : start + length + 1]
-                wanted += [(seq, row + i, token_id) for i, token_id in enumerate(following)]
-            row += length
-        for i in range(0, len(wanted), PROMPT_LOGPROB_ROWS):
-            owners, *columns = zip(*wanted[i : i + PROMPT_LOGPROB_ROWS])
-            rows, ids = to_device([np.array(x, dtype=np.int64) for x in columns], self.device)
-            yield self._logprobs(True, owners, self.model.compute_logits(hidden[rows]), ids)
-
-    def _logprobs(self, of_prompt: bool, seqs: Iterable[Sequence], logits: torch.Tensor, ids: torch.Tensor) -> LogProbs:
-        k = max((seq.num_prompt_logprobs if of_prompt else seq.num_logprobs) or 0 for seq in seqs)
-        return of_prompt, seqs, self.sampler.logprobs(logits, ids, k)
 
     def _mask_early_stops(self, logits: torch.Tensor, seqs: list[Sequence]) -> bool:
         """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
@@ -427,6 +419,31 @@ class ModelRunner:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
         self.slots_on_device = []
+
+
+def _sampled_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[int]]:
+    """Those that want log-probabilities of what they sample: owner; row."""
+    rows = [i for i, seq in enumerate(seqs) if seq.num_logprobs is not None]
+    return [(seqs[i], seqs[i].logprobs, seqs[i].num_logprobs or 0) for i in rows], rows
+
+
+def _scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]]]:
+    """Positions of a prefill whose next token is one of a prompt with log-probabilities: owner; row and that token."""
+    owners: list[Owner] = []
+    scored: list[tuple[int, int]] = []
+    row = 0
+    for seq in seqs:
+        start, length = seq.num_cached_tokens, seq.num_scheduled_tokens
+        if seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
+            following = seq.token_ids[start + 1 : start + length + 1]
+            owners += [(seq, seq.prompt_logprobs, seq.num_prompt_logprobs)] * len(following)
+            scored += enumerate(following, row)
+        row += length
+    return owners, scored
+
+
+def _most(owners: list[Owner]) -> int:
+    return max((k for *_, k in owners), default=0)
 
 
 def _to_host(x: torch.Tensor) -> torch.Tensor:

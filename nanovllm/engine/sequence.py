@@ -139,19 +139,16 @@ class Sequence:
         last_state: list[int] | int = self.last_token
         if self.is_prefill:
             start, length = self.num_cached_tokens, self.num_scheduled_tokens
-            following = self.num_prompt_logprobs is not None  # the log-probability of the next id is needed as well
-            last_state = self.token_ids[start : start + length + following if start and length else None]
+            last_state = self.token_ids[start : start + length if start and length else None]
         return (
             self.num_tokens, self.num_prompt_tokens, self.num_cached_tokens, self.num_scheduled_tokens,
             self.block_table, last_state, self.slot, self.temperature, self.seed,
-            self.num_logprobs, self.num_prompt_logprobs,
         )  # fmt: skip
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         (
             self.num_tokens, self.num_prompt_tokens, self.num_cached_tokens, self.num_scheduled_tokens,
             self.block_table, last_state, self.slot, self.temperature, self.seed,
-            self.num_logprobs, self.num_prompt_logprobs,
         ) = state  # fmt: skip
         self.is_prefill = isinstance(last_state, list)
         self.token_ids = last_state if self.is_prefill else []
