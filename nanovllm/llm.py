@@ -11,7 +11,6 @@ from tqdm.auto import tqdm
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.detokenizer import Detokenizer
 
 Prompt = str | list[int]
 Message = dict[str, Any]
@@ -28,6 +27,9 @@ class LLM(LLMEngine):
         `None` for an end-of-sequence id or a length.
     prompt_token_ids, num_cached_tokens: the prompt, and how many of its tokens the prefix cache had.
     seq_id: of the request.
+    logprobs, cumulative_logprob, prompt_logprobs: if asked for; one dict a token, id -> log-probability, the best
+        first and the token's own always in it; `None` for the first token of the prompt.
+    samples: with n > 1, n dicts of the same keys; the top level repeats the first.
     """
 
     def __enter__(self) -> "LLM":
@@ -76,43 +78,31 @@ class LLM(LLMEngine):
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[dict[str, Any]]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
 
-        Text comes only once it cannot change any more. Leaving the loop early aborts the request.
+        Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
+        at once there is `step(stream=True)`.
         """
         params = SamplingParams() if sampling_params is None else sampling_params
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"prompt holds {len(prompts)} prompts: must be one, a string or a list of token ids")
         seq = self._make_sequence(self._tokenize(prompts)[0], params)
-        if params.detokenize and seq.detokenizer is None and self._has_tokenizer:
-            seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        if params.n > 1:
+            raise ValueError(f"SamplingParams.n={params.n}: must be 1 in a stream; use generate for several samples")
         return self._stream(seq)
 
     def _stream(self, seq: Sequence) -> Iterator[dict[str, Any]]:
-        self._enqueue(seq)
-        # what may be the beginning of a stop string is held back until it cannot be one any more
-        num_held = max((len(stop) - 1 for stop in seq.stop_strings), default=0)
-        num_sent, text_sent = 0, 0
+        self.streams.add(seq.seq_id)
         try:
+            self._enqueue(seq)
             while not seq.is_finished:
-                for done in self._step():
-                    if done is not seq:
-                        self.unclaimed.append(self._output(done))
-                if seq.is_finished:
-                    break
-                new_ids = seq.completion_token_ids[num_sent:]
-                num_sent += len(new_ids)
-                text = ""
-                if seq.detokenizer is not None:
-                    seq.detokenizer.catch_up(seq.completion_token_ids)
-                    text = seq.detokenizer.text[text_sent : max(text_sent, len(seq.detokenizer.text) - num_held)]
-                    text_sent += len(text)
-                if new_ids:
-                    yield {"seq_id": seq.seq_id, "text": text, "token_ids": new_ids, "finish_reason": None}
-            output = self._output(seq)
-            yield {**output, "text": output["text"][text_sent:], "token_ids": output["token_ids"][num_sent:]}
+                self.unclaimed += [done for done in self._step() if done is not seq]
+                if seq.has_news and not seq.is_finished:
+                    yield self._piece(seq)
+            yield self._piece(seq)
         finally:
             self.abort(seq.seq_id)
-            self.unclaimed = [output for output in self.unclaimed if output["seq_id"] != seq.seq_id]
+            self.streams.remove(seq.seq_id)
+            self.unclaimed = [done for done in self.unclaimed if done is not seq]
 
     # Inside
 
@@ -142,15 +132,14 @@ class LLM(LLMEngine):
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
                 pending = deque(sequences)
                 while pending:
-                    if pending[0].is_finished:
+                    if pending[0].seq_id not in self.sequences:
                         pending.popleft()
                         continue
                     for seq in self._step():
-                        output = self._output(seq)
                         if (i := position.get(seq.seq_id)) is None:
-                            self.unclaimed.append(output)  # of `add_request`: the next `step` returns it
+                            self.unclaimed.append(seq)  # of `add_request`: the next `step` returns it
                             continue
-                        outputs[i] = output
+                        outputs[i] = self._output(seq)
                         bar.update()
                     if use_tqdm:
                         bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)

@@ -5,10 +5,13 @@ from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
 
+# Dividing logits by less would overflow: such a temperature is greedy.
+MIN_TEMPERATURE = 1e-5
+
 # Fields whose behaviour is not built yet: any value but the default is refused by name.
 _NOT_YET = (
     "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words", "n", "logprobs", "prompt_logprobs",
+    "logit_bias", "allowed_token_ids", "bad_words",
 )  # fmt: skip
 
 
@@ -35,6 +38,10 @@ class SamplingParams:
         `include_stop_str_in_output`.
     stop_token_ids: ids that end the request.
     seed: of this request's noise; the same seed gives the same tokens whatever else runs.
+    n: samples of one prompt; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
+        with seed i. Must be 1 at temperature 0.
+    logprobs, prompt_logprobs: log-probabilities (of the raw logits, before temperature and all
+        controls) of each generated or prompt token and of so many best ids beside it.
     detokenize: `False` leaves `text` empty.
     skip_special_tokens: special tokens do not appear in `text`.
     """
@@ -80,6 +87,8 @@ class SamplingParams:
         if self.seed is not None:
             self._check_int("seed", -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
         self._check_int("n", 1, None, "an integer >= 1")
+        if self.n > 1 and self.temperature < MIN_TEMPERATURE:
+            _fail("n", self.n, "an integer >= 1, and 1 at temperature 0: greedy samples would all be the same")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0, None, "an integer >= 0, or None")

@@ -893,7 +893,13 @@ def test_chat_takes_parameters_for_each_conversation(tiny: LLM) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("fields", [{}, {"stop": "scratch"}, {"stop": ["nowhere", "12 of them"]}, {"max_tokens": 9}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {}, {"stop": "scratch"}, {"stop": ["nowhere", "12 of them"]}, {"max_tokens": 9},
+        {"min_tokens": 60, "stop": "a"}, {"stop": "scratch", "include_stop_str_in_output": True},
+    ],
+)  # fmt: skip
 def test_the_pieces_of_a_stream_make_up_the_output_of_generate(
     tiny_model: str, fields: dict[str, Any], overlap: bool
 ) -> None:
@@ -971,6 +977,48 @@ def test_streams_and_generate_can_run_at_once(tiny_model: str, overlap: bool) ->
         assert texts == [TEXT, GOLDEN[40]["text"]]
         assert llm.is_finished(), "the output of a stream is not given out a second time"
         assert_empty(llm)
+
+
+@BOTH
+def test_step_streams_many_requests_while_others_join_and_leave(tiny_model: str, overlap: bool) -> None:
+    included = {"stop": "e", "include_stop_str_in_output": True}
+    fields = ({}, {"stop": "a"}, included, {"max_tokens": 9}, {"min_tokens": 40})
+    prompts = [answer["prompt_token_ids"] for answer in GOLDEN[::12]]
+    params = [greedy(**{"max_tokens": 60, "ignore_eos": False, **fields[i % 5]}) for i in range(len(prompts))]
+    with engine(tiny_model, overlap, max_num_seqs=4) as llm:
+        expected = run(llm, prompts, params)
+        todo, ids, pieces = list(zip(prompts, params)), [], {}
+        while todo or not llm.is_finished():
+            if todo:
+                ids.append(llm.add_request(*todo.pop(0)))
+                pieces[ids[-1]] = []
+            for piece in llm.step(stream=True):
+                pieces[piece["seq_id"]].append(piece)
+                if piece["seq_id"] == ids[0] and len(pieces[ids[0]]) == 3:
+                    llm.abort(ids[0])
+        assert len(pieces.pop(ids[0])) == 3
+        for seq_id, whole in zip(ids[1:], expected[1:]):
+            *first, last = pieces[seq_id]
+            assert "".join(piece["text"] for piece in (*first, last)) == whole["text"]
+            assert [i for piece in (*first, last) for i in piece["token_ids"]] == whole["token_ids"]
+            assert all(piece["finish_reason"] is None and piece["token_ids"] for piece in first)
+            other = ("seq_id", "text", "token_ids", "num_cached_tokens")
+            assert {**last, **{key: whole[key] for key in other}} == whole
+        assert_empty(llm)
+
+
+def test_step_leaves_the_request_of_a_stream_to_the_stream(tiny: LLM) -> None:
+    stream = tiny.stream(PROMPT, greedy(300, ignore_eos=False))
+    text = next(stream)["text"]
+    seq_id = tiny.add_request(PROMPT, greedy(4))
+    for _ in range(300):
+        assert {piece["seq_id"] for piece in tiny.step(stream=True)} <= {seq_id}
+    assert text + "".join(piece["text"] for piece in stream) == TEXT
+
+
+def test_a_stream_without_detokenization_has_no_text_although_stop_strings_are_found(tiny: LLM) -> None:
+    pieces = list(tiny.stream(PROMPT, greedy(300, detokenize=False, stop="scratch")))
+    assert {piece["text"] for piece in pieces} == {""} and pieces[-1]["stop_reason"] == "scratch"
 
 
 @pytest.mark.parametrize("bad", [[], [True], [10**9], "", None, [[5], [6]]])

@@ -27,9 +27,9 @@ GOOD: dict[str, list[Any]] = {
     "allowed_token_ids": [None],
     "bad_words": [None],
     "seed": [None, 0, 1, -1, -(2**63), 2**63 - 1, 2**64 - 1, np.int64(7)],
-    "n": [1],
-    "logprobs": [None],
-    "prompt_logprobs": [None],
+    "n": [1, 2, np.int64(3)],
+    "logprobs": [None, 0, 5, np.int64(3)],
+    "prompt_logprobs": [None, 0, 5],
     "detokenize": [True, False],
     "skip_special_tokens": [True, False],
 }
@@ -68,8 +68,7 @@ RANGES = {
 NOT_YET: dict[str, list[Any]] = {
     "top_k": [1, 50], "top_p": [0.5, 1e-9], "min_p": [0.1, 1.0], "repetition_penalty": [1.2, 1e-9],
     "presence_penalty": [-2, 0.5, 2], "frequency_penalty": [-2, 0.5, 2], "logit_bias": [{5: 1.0}, {}],
-    "allowed_token_ids": [[1, 2], []], "bad_words": [["x"], []], "n": [2], "logprobs": [0, 5],
-    "prompt_logprobs": [0, 5],
+    "allowed_token_ids": [[1, 2], []], "bad_words": [["x"], []],
 }  # fmt: skip
 
 
@@ -120,6 +119,12 @@ def test_min_tokens_may_equal_max_tokens_but_not_exceed_it() -> None:
     assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
     with pytest.raises(ValueError, match=r"min_tokens=6.*max_tokens \(5\)"):
         SamplingParams(max_tokens=5, min_tokens=6)
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-6])
+def test_several_samples_are_refused_where_all_would_be_the_same(temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"n=2: must be .* 1 at temperature 0"):
+        SamplingParams(n=2, temperature=temperature)
 
 
 def test_an_unknown_field_is_a_type_error() -> None:

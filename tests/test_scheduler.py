@@ -63,6 +63,7 @@ class FakeRunner:
         self.ids: dict[int, list[int]] = {}  # of each sequence: the prompt and all that was sampled for it
         self.states: dict[int, list[int]] = {}  # the content of each position of `ids`
         self.num_sampled: Counter[int] = Counter()
+        self.scored: dict[int, list[int]] = {}  # positions computed for log-probabilities of the prompt
         self.num_computed = 0
 
     def append(self, seq_id: int, token_id: int) -> None:
@@ -74,7 +75,8 @@ class FakeRunner:
         for slot, index, block_id in batch.new_blocks:
             assert len(self.block_tables[slot]) == index, "a block was skipped or sent twice"
             self.block_tables[slot].append(block_id)
-        for seq in batch.seqs:  # all K/V of a step are stored before any is read
+        copied = {row: (source, target) for row, source, target in batch.copies}
+        for row, seq in enumerate(batch.seqs):  # all K/V of a step are stored before any is read
             start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
             ids, states, slot = self.ids[seq.seq_id], self.states[seq.seq_id], seq.slot
             if batch.is_prefill:
@@ -83,10 +85,17 @@ class FakeRunner:
             else:
                 assert (self.context_lens[slot], self.last_tokens[slot], start + 1) == (start, ids[start], end)
             assert self.block_tables[slot] == seq.block_table, "the device has another block table"
-            for position in range(start, end):
+            if batch.is_prefill and seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
+                self.scored.setdefault(seq.seq_id, []).extend(range(start, end))
+            if row in copied:
+                assert end - start == 1 and seq.block_table[-1] == copied[row][1]
+            for position in range(start, end if row not in copied else start):
                 block_id = seq.block_table[position // self.block_size]
                 self.kv[block_id][position % self.block_size] = states[position]
             self.num_computed += end - start
+        contents = [(target, list(self.kv[source])) for source, target in copied.values()]
+        for target, content in contents:
+            self.kv[target] = content
         sampled = []
         for row, seq in enumerate(batch.seqs):
             end = seq.num_cached_tokens + seq.num_scheduled_tokens
@@ -139,14 +148,17 @@ class Engine:
         self, prompt: list[int], max_tokens: int | None = 8, stop_ids: list[int] | None = None, **p: Any
     ) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **p})
-        seq = Sequence(prompt, params)
-        self.scheduler.check(seq)
-        seq.stop_ids = frozenset(stop_ids or ()) | (frozenset() if params.ignore_eos else self.scheduler.eos_ids)
-        self.scheduler.add(seq)
-        self.seqs.append(seq)
-        for token_id in prompt:
-            self.runner.append(seq.seq_id, token_id)
-        return seq
+        samples = [Sequence(prompt, params) for _ in range(params.n)]
+        for seq in samples:
+            seq.samples = samples if params.n > 1 else []
+            seq.num_prompt_logprobs = params.prompt_logprobs if seq is samples[0] else None
+            self.scheduler.check(seq)
+            seq.stop_ids = frozenset(stop_ids or ()) | (frozenset() if params.ignore_eos else self.scheduler.eos_ids)
+            self.scheduler.add(seq)
+            self.seqs.append(seq)
+            for token_id in prompt:
+                self.runner.append(seq.seq_id, token_id)
+        return samples[0]
 
     def abort(self, seq: Sequence) -> None:
         self.scheduler.abort(seq)
@@ -237,6 +249,8 @@ class Engine:
             assert got == expected
             stopped = got[-1] in seq.stop_ids and len(got) >= seq.min_tokens
             assert seq.finish_reason == ("stop" if stopped else "length")
+            if seq.num_prompt_logprobs is not None:
+                assert runner.scored[seq.seq_id] == list(range(seq.num_prompt_tokens)), "a position missing or twice"
             wasted = runner.num_sampled[seq.seq_id] - len(got)
             early = stopped and len(got) < most
             assert 0 <= wasted <= (self.depth if early else 0), "rows computed for nothing"
@@ -359,6 +373,44 @@ def test_a_turn_after_a_stop_id_finds_all_full_blocks() -> None:
         engine.run()
         assert second.num_hit_tokens == (first.num_tokens - 1) // 4 * 4
         engine.check_end()
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole_and_then_shared() -> None:
+    engine = Engine()
+    engine.add(ids(10))
+    scored = engine.add(ids(10), prompt_logprobs=0)
+    later = engine.add(ids(10))
+    engine.run()
+    engine.check_end()
+    assert [n for _, n in engine.batches[0]] == [10, 10, 2]
+    assert (scored.num_hit_tokens, later.num_hit_tokens) == (0, 8)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("num_prompt_tokens", [1, 3, 4, 5, 8, 9])
+def test_samples_join_in_the_step_of_their_prompt_and_compute_one_token_each(
+    num_prompt_tokens: int, caching: bool
+) -> None:
+    engine = Engine(enable_prefix_caching=caching)
+    first = engine.add(ids(num_prompt_tokens), 5, n=3)
+    engine.step()
+    assert [n for _, n in engine.batches[0]] == [num_prompt_tokens, 1, 1]
+    full = num_prompt_tokens // 4
+    tables = [seq.block_table for seq in first.samples]
+    assert all(table[:full] == tables[0][:full] for table in tables)
+    assert len({table[-1] for table in tables}) == (1 if num_prompt_tokens % 4 == 0 else 3)
+    engine.run()
+    engine.check_end()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_samples_that_have_to_wait_join_a_running_one(depth: int) -> None:
+    engine = Engine(max_num_seqs=2, depth=depth, enable_prefix_caching=False)
+    engine.add(ids(3, 1), 3)
+    first = engine.add(ids(10), 9, n=3)
+    engine.run()
+    engine.check_end()
+    assert [seq.num_hit_tokens for seq in first.samples] == [0, 9, 9]  # the third joins the second
 
 
 # Limits
@@ -720,6 +772,8 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "min_tokens": draw(st.integers(0, min(6, max_tokens or 6))),
         "arrives": draw(st.one_of(st.just(0), st.integers(0, 30))),
         "aborted": draw(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 40))),
+        "n": draw(st.sampled_from([1, 1, 1, 2, 4])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 0])),
     }
 
 
@@ -758,7 +812,8 @@ def drive(options: dict[str, Any], workload: list[dict[str, Any]], always_admit:
                 aborts.append((arrives + aborted, seq))
         for when, seq in aborts:
             if when == clock:
-                engine.abort(seq)
+                for sample_ in seq.samples or [seq]:
+                    engine.abort(sample_)
         if not engine.scheduler.is_finished():
             engine.step()
         clock += 1

@@ -18,7 +18,7 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import MIN_TEMPERATURE, SamplingParams
 from nanovllm.utils.detokenizer import Detokenizer
 
 
@@ -41,7 +41,8 @@ class LLMEngine:
         self.overlap = self.config.async_scheduling and self.runner.is_cuda
         self.in_flight: deque[tuple[Batch, Any]] = deque()
         self.sequences: dict[int, Sequence] = {}
-        self.unclaimed: list[dict[str, Any]] = []
+        self.unclaimed: list[Sequence] = []  # finished in a step of another caller
+        self.streams: set[int] = set()  # requests that belong to a running `stream`
         self.num_steps = 0
         self.request_numbers = count()
         self.closed = False
@@ -70,17 +71,28 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> None:
         """End a request; it is never part of a result. Unknown and finished ids are ignored."""
-        if seq := self.sequences.pop(seq_id, None):
-            self.scheduler.abort(seq)
+        if request := self.sequences.pop(seq_id, None):
+            for seq in _samples(request):
+                self.scheduler.abort(seq)
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running and no finished output is left to fetch."""
         return self.scheduler.is_finished() and not self.unclaimed
 
-    def step(self) -> list[dict[str, Any]]:
-        """Run one step and return the outputs of the requests that have finished."""
-        outputs, self.unclaimed = self.unclaimed, []
-        return outputs + [self._output(seq) for seq in self._step()]
+    def step(self, stream: bool = False) -> list[dict[str, Any]]:
+        """Run one step and return the outputs of the requests that have finished.
+
+        stream: return what is new of every request instead, as `LLM.stream` does for one: dicts with the new `text`
+        and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
+        A request with n > 1 is returned as a whole when it has finished.
+        """
+        finished, self.unclaimed = self.unclaimed, []
+        finished += self._step()
+        finished = [seq for seq in finished if seq.seq_id not in self.streams]
+        if not stream:
+            return [self._output(seq) for seq in finished]
+        growing = [s for i, s in self.sequences.items() if s.has_news and not s.samples and i not in self.streams]
+        return [self._piece(seq) for seq in finished + growing]
 
     def stats(self) -> dict[str, int]:
         """Counters since start, in tokens, steps, blocks and requests."""
@@ -126,31 +138,42 @@ class LLMEngine:
                     raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
                 if not 0 <= token_id < vocab_size:
                     raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (k := getattr(params, name) or 0) > vocab_size:
+                raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")
         if not prompt:
             raise ValueError("prompt is empty: must hold at least one token")
-        seq = Sequence(map(int, prompt), params)
-        self.scheduler.check(seq)
-        eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
-        seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
-        # dividing logits by less would overflow
-        seq.temperature = 0.0 if seq.temperature < 1e-5 else min(seq.temperature, 1e30)
-        seq.stop_strings = params.stop_strings
-        if seq.stop_strings:
-            seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
-        return seq
+        token_ids = list(map(int, prompt))
+        samples = [Sequence(token_ids, params) for _ in range(params.n)]
+        for seq in samples:
+            self.scheduler.check(seq)
+            eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
+            seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
+            seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
+            seq.stop_strings = params.stop_strings
+            if seq.stop_strings:
+                seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+            if params.n > 1:
+                seq.samples = samples
+            if seq is not samples[0]:
+                seq.num_prompt_logprobs = None  # those of the first are everybody's
+        return samples[0]
 
-    def _enqueue(self, seq: Sequence) -> int:
+    def _enqueue(self, request: Sequence) -> int:
         number = next(self.request_numbers)
-        if seq.params.seed is None:
+        if request.params.seed is None:
             key = struct.pack("<qq", self.config.seed, number)
-            seq.seed = xxhash.xxh64_intdigest(key)
-        seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-        self.sequences[seq.seq_id] = seq
-        self.scheduler.add(seq)
-        return seq.seq_id
+            request.seed = xxhash.xxh64_intdigest(key)
+        key = struct.pack("<Q", request.seed % 2**64)
+        self.sequences[request.seq_id] = request
+        for i, seq in enumerate(_samples(request)):
+            seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
+            seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
+            self.scheduler.add(seq)
+        return request.seq_id
 
     def _step(self) -> list[Sequence]:
-        """Launch what can run, fetch the ids of the step before, return the sequences that ended."""
+        """Launch what can run, fetch the ids of the step before, return the requests that ended."""
         try:
             batch = self.scheduler.schedule()
             if batch is not None:
@@ -161,28 +184,37 @@ class LLMEngine:
                 raise EngineError("internal error: requests are left but nothing can be scheduled")
             finished: list[Sequence] = []
             while len(self.in_flight) > (1 if self.overlap and batch else 0):
-                batch_done, ids = self.in_flight.popleft()
-                finished += self.scheduler.postprocess(batch_done, ids.tolist())
+                batch_done, result = self.in_flight.popleft()
+                ids = result.tolist()
+                for seq, entries, entry in result.logprobs():
+                    if not seq.is_finished:  # else the row is dropped
+                        entries.append(entry)
+                finished += self.scheduler.postprocess(batch_done, ids)
         except BaseException:
             self._drop_all()
             raise
         if self.scheduler.is_finished():
             self.in_flight.clear()  # rows of sequences that ended a step ago
-        for seq in finished:
-            del self.sequences[seq.seq_id]
-        return finished
+        requests = dict.fromkeys(seq.request for seq in finished)
+        done = [request for request in requests if all(seq.is_finished for seq in request.samples)]
+        for request in done:
+            del self.sequences[request.seq_id]
+        return done
 
     def _drop_all(self) -> None:
         """Back to an empty engine; what a failed step has written is never taken for a prefix."""
-        for seq in self.sequences.values():
-            self.scheduler.abort(seq)
-        self.sequences.clear()
+        for seq_id in list(self.sequences):
+            self.abort(seq_id)
         self.in_flight.clear()
         self.scheduler.block_manager.clear_cache()
 
-    def _output(self, seq: Sequence) -> dict[str, Any]:
-        return {
-            "seq_id": seq.seq_id,
+    def _output(self, request: Sequence) -> dict[str, Any]:
+        outputs = [self._completion(seq) for seq in _samples(request)]
+        return {**outputs[0], "samples": outputs} if request.samples else outputs[0]
+
+    def _completion(self, seq: Sequence) -> dict[str, Any]:
+        output: dict[str, Any] = {
+            "seq_id": seq.request.seq_id,
             "text": self._text(seq),
             "token_ids": seq.completion_token_ids,
             "finish_reason": seq.finish_reason,
@@ -190,6 +222,31 @@ class LLMEngine:
             "prompt_token_ids": seq.prompt_token_ids,
             "num_cached_tokens": seq.num_hit_tokens,
         }
+        if seq.num_logprobs is not None:
+            output["logprobs"] = seq.logprobs
+            output["cumulative_logprob"] = sum(entry[i] for entry, i in zip(seq.logprobs, output["token_ids"]))
+        if seq.request.num_prompt_logprobs is not None:
+            output["prompt_logprobs"] = seq.request.prompt_logprobs
+        return output
+
+    def _piece(self, seq: Sequence) -> dict[str, Any]:
+        """What is new of a request since the last call; text only once it cannot change any more."""
+        output: dict[str, Any] = {"seq_id": seq.seq_id, "finish_reason": None, "text": ""}
+        if seq.is_finished:
+            output = self._output(seq)
+        elif seq.params.detokenize and self._has_tokenizer:
+            if seq.detokenizer is None:
+                seq.detokenizer = Detokenizer(self.tokenizer, seq.params.skip_special_tokens)
+            seq.detokenizer.catch_up(seq.completion_token_ids)
+            # what may be the beginning of a stop string is held back until it cannot be one any more
+            num_held = max((len(stop) - 1 for stop in seq.stop_strings), default=0)
+            output["text"] = seq.detokenizer.text[: max(0, len(seq.detokenizer.text) - num_held)]
+        ids, text, sent = seq.completion_token_ids, output["text"], seq.num_sent_ids
+        piece = {**output, "text": text[seq.num_sent_chars :], "token_ids": ids[sent:]}
+        if seq.num_logprobs is not None:
+            piece["logprobs"] = seq.logprobs[sent:]
+        seq.num_sent_ids, seq.num_sent_chars = len(ids), len(text)
+        return piece
 
     def _text(self, seq: Sequence) -> str:
         params = seq.params
@@ -211,3 +268,8 @@ class LLMEngine:
             return self.tokenizer is not None
         except ValueError:
             return False
+
+
+def _samples(request: Sequence) -> list[Sequence]:
+    """All sequences of a request: itself, or its n samples."""
+    return request.samples or [request]

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from itertools import accumulate
 from os.path import commonprefix
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,16 +35,28 @@ from nanovllm.utils.parallel import Parallel
 MAX_CPU_CACHE_BYTES = 4 << 30
 
 
+# Positions of prompts whose logits are computed at a time for log-probabilities.
+PROMPT_LOGPROB_ROWS = 256
+# Blocks that are copied at a time.
+COPIED_BLOCKS = 64
+
+# Of a row of log-probabilities: the sequence, which of its lists it goes to, and how many best ids were asked for.
+Owner = tuple[Sequence, list[Any], int]
+# Results of `Sampler.logprobs`.
+Pieces = list[tuple[torch.Tensor, ...]]
+
+
 class PendingIds:
-    """The sampled ids of a launched step; `tolist` waits for them.
+    """The sampled ids of a launched step, and log-probabilities where asked for; `tolist` waits for them.
 
     order: the batch entry that each of `ids` belongs to, if not their own.
+    owners: of the rows of all `pieces`, one after another.
     """
 
-    def __init__(self, ids: torch.Tensor, order: list[int] | None = None) -> None:
-        self.event, self.order = None, order
-        self.ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=ids.is_cuda)
-        self.ids.copy_(ids, non_blocking=True)
+    def __init__(self, ids: torch.Tensor, order: list[int] | None, owners: list[Owner], pieces: Pieces) -> None:
+        self.event, self.order, self.owners = None, order, owners
+        self.ids = _to_host(ids)
+        self.pieces = [[_to_host(x) for x in piece] for piece in pieces]
         if ids.is_cuda:
             self.event = torch.cuda.Event()
             self.event.record()
@@ -58,6 +71,12 @@ class PendingIds:
         for i, token_id in zip(self.order, ids):
             in_batch[i] = token_id
         return in_batch
+
+    def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
+        """After `tolist`: a sequence, which of its lists, and the next entry of that, the best ids first."""
+        rows = (row for piece in self.pieces for row in zip(*(x.tolist() for x in piece)))
+        for (seq, entries, k), (token_id, own, ids, values) in zip(self.owners, rows):
+            yield seq, entries, {**dict(zip(ids[:k], values[:k])), token_id: own}
 
 
 class ModelRunner:
@@ -96,6 +115,8 @@ class ModelRunner:
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
         self.has_min_tokens = False
+        self.owners: list[Owner] = []  # of those in `rows` that want log-probabilities, and where they are
+        self.logprob_rows = torch.empty(0, dtype=torch.int32, device=self.device)
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
@@ -143,17 +164,28 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
-        if batch.is_prefill:
-            return PendingIds(self._prefill(batch))
-        return PendingIds(self._decode(batch), self.order)
+        if not batch.is_prefill:
+            ids, pieces = self._decode(batch)
+            return PendingIds(ids, self.order, self.owners, pieces)
+        owners, scored = _scored_rows(batch.seqs)
+        sampled_owners, wanted = _sampled_rows(batch.seqs[: batch.num_sampled])
+        owners += sampled_owners
+        ids, pieces = self._prefill(batch, scored, wanted, _most(owners))
+        return PendingIds(ids, None, owners, pieces)
 
-    def _prefill(self, batch: Batch) -> torch.Tensor:
+    def _prefill(
+        self, batch: Batch, scored: list[tuple[int, int]], wanted: list[int], k: int
+    ) -> tuple[torch.Tensor, Pieces]:
+        """The sampled ids; log-probabilities of `scored`, (row, id that follows), and of the ids of rows `wanted`."""
         seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         key_lens = [start + length for start, length in zip(starts, query_lens)]
         positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
         tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
+        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
+        for i, source, _ in batch.copies:
+            stores[i][:], tables[i][-1] = -1, source
         padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
         for row, table in zip(padded_tables, tables):
             row[: len(table)] = table
@@ -165,7 +197,7 @@ class ModelRunner:
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
                 np.concatenate([np.array(s.token_ids[a:b], dtype=np.int32) for s, a, b in zip(seqs, starts, key_lens)]),
                 np.concatenate(positions),
-                np.concatenate([t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]),
+                np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),
                 np.array(key_lens, dtype=np.int32),
                 cu_seqlens,
@@ -185,15 +217,40 @@ class ModelRunner:
             True, position_ids, slot_mapping, slots.block_tables, rows, context_lens, cu_seqlens_q, query_lens, key_lens
         )
         hidden = self.model(input_ids, context)
+        if batch.copies:
+            self._copy_blocks(batch)
+        pieces = []
+        for i in range(0, len(scored), PROMPT_LOGPROB_ROWS):
+            (part,) = to_device([np.array(scored[i : i + PROMPT_LOGPROB_ROWS], dtype=np.int64).T], self.device)
+            pieces.append(self.sampler.logprobs(self.model.compute_logits(hidden[part[0]]), part[1], k))
         if not n:
-            return rows[:0].long()
+            return rows[:0].long(), pieces
         logits = self.model.compute_logits(hidden[last])
+        if wanted:
+            (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
+            raw = logits[wanted_rows]  # a copy: what follows may change `logits`
         self._mask_early_stops(logits, seqs[:n])
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
-        return ids
+        if wanted:
+            pieces.append(self.sampler.logprobs(raw, ids[wanted_rows], k))
+        return ids, pieces
 
-    def _decode(self, batch: Batch) -> torch.Tensor:
+    def _copy_blocks(self, batch: Batch) -> None:
+        """Give the sequences of `batch.copies` their own last block, a copy of the one that they have read."""
+        entries, sources, targets = zip(*batch.copies)
+        slots = [batch.seqs[i].slot for i in entries]
+        last = [len(batch.seqs[i].block_table) - 1 for i in entries]
+        slot, index, source, target = to_device(
+            [np.array([slots, last, sources, targets], dtype=np.int32)], self.device
+        )[0]
+        self.slots.block_tables[slot, index] = target
+        for layer in self._attention_layers():
+            for cache in (layer.k_cache, layer.v_cache):
+                for from_, to in zip(source.split(COPIED_BLOCKS), target.split(COPIED_BLOCKS)):
+                    cache[to] = cache[from_]
+
+    def _decode(self, batch: Batch) -> tuple[torch.Tensor, Pieces]:
         n = len(batch.seqs)
         slots = [seq.slot for seq in batch.seqs]
         size = next((s for s in self.graph_sizes if s >= n), n)
@@ -209,19 +266,25 @@ class ModelRunner:
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
             self.slots_on_device = slots
-            arrays += [np.array(rows, dtype=np.int32), np.array([shared], dtype=np.int32)]
+            self.owners, wanted = _sampled_rows([batch.seqs[i] for i in self.order])
+            arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]
         if len(arrays) > 1 or batch.new_blocks:
             (slot, index, block_id), *changed = to_device(arrays, self.device)
             self.slots.block_tables[slot, index] = block_id
             if changed:
-                self.rows[:size], self.shared_len[:] = changed
+                self.rows[:size], self.shared_len[:], self.logprob_rows = changed
         if self.graph_sizes:
             self.graphs[size, self.reads_shared].replay()
         else:
             self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
+        if self.owners:
+            raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
             self._sample_into_slots(n)
-        return self.token_ids[:n]
+        pieces = []
+        if self.owners:
+            pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], _most(self.owners)))
+        return self.token_ids[:n], pieces
 
     def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
         """Decode the sequences in `rows[:n]` from ids to logits and sampled ids, all of it on the device."""
@@ -345,7 +408,8 @@ class ModelRunner:
         hidden = self.model(torch.zeros_like(position_ids), context)
         logits = self.model.compute_logits(hidden[: config.max_num_seqs])
         n = len(logits)
-        self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+        ids = self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+        self.sampler.logprobs(logits.clone(), ids, 1)
 
     def _decode_padding(self, size: int) -> None:
         """A decode step of padding rows only, which compiles and initialises what a capture cannot."""
@@ -366,6 +430,36 @@ class ModelRunner:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
         self.slots_on_device = []
+
+
+def _sampled_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[int]]:
+    """Those that want log-probabilities of what they sample: owner; row."""
+    rows = [i for i, seq in enumerate(seqs) if seq.num_logprobs is not None]
+    return [(seqs[i], seqs[i].logprobs, seqs[i].num_logprobs or 0) for i in rows], rows
+
+
+def _scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]]]:
+    """Positions of a prefill whose next token is one of a prompt with log-probabilities: owner; row and that token."""
+    owners: list[Owner] = []
+    scored: list[tuple[int, int]] = []
+    row = 0
+    for seq in seqs:
+        start, length = seq.num_cached_tokens, seq.num_scheduled_tokens
+        if seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
+            following = seq.token_ids[start + 1 : start + length + 1]
+            owners += [(seq, seq.prompt_logprobs, seq.num_prompt_logprobs)] * len(following)
+            scored += enumerate(following, row)
+        row += length
+    return owners, scored
+
+
+def _most(owners: list[Owner]) -> int:
+    return max((k for *_, k in owners), default=0)
+
+
+def _to_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy on the host, complete when the device has come so far."""
+    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -33,12 +33,16 @@ class Batch:
 
     num_sampled: the first so many of `seqs` sample a token; only the last of a prefill can be a chunk that does not.
     new_blocks: (slot, index in the block table, block id) of the blocks added for a decode step.
+    copies: (entry of `seqs`, block to read, its own block) of prefills that compute only the last token of a prompt
+        whose K/V another sample has, or stores in this step. Such a sequence stores nothing: it reads its last
+        block from the other one and gets a copy of it when the step has run.
     """
 
     seqs: list[Sequence]
     is_prefill: bool
     num_sampled: int
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)
+    copies: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -144,7 +148,7 @@ class Scheduler:
         batch = Batch([], True, 0)
         while self.waiting and budget:
             seq = next(iter(self.waiting.values()))
-            if not seq.block_table and not self._admit(seq):
+            if not seq.block_table and not self._admit(seq, batch):
                 self.full = True
                 break
             seq.num_scheduled_tokens = min(budget, seq.num_tokens - seq.num_cached_tokens)
@@ -170,17 +174,28 @@ class Scheduler:
         group = min(len(self.waiting), max(1, len(self.running) // 16))
         return self.num_left >= group or self.admission_delay >= MAX_ADMISSION_DELAY
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, seq: Sequence, batch: Batch) -> bool:
         if not self.free_slots or seq.num_pending:
             return False
-        prefix = self.block_manager.find_prefix(seq)
+        is_new = not seq.num_completion_tokens
+        other = next((s for s in seq.samples if is_new and s.seq_id in self.running), None)
+        if other:
+            prefix = other.block_table[: seq.num_tokens // self.block_size]
+        elif is_new and seq.num_prompt_logprobs is not None:
+            prefix = []  # log-probabilities need the hidden state of every position
+        else:
+            prefix = self.block_manager.find_prefix(seq)
         free_blocks = self.block_manager.num_free_after(prefix, seq.num_tokens)
         if free_blocks < 0 or (self.running and not self._growth_fits(seq, free_blocks)):
             return False
         self.block_manager.allocate(seq, prefix)
+        if other:
+            seq.num_cached_tokens = seq.num_tokens - 1
+            last = seq.num_cached_tokens // self.block_size
+            batch.copies.append((len(batch.seqs), other.block_table[last], seq.block_table[last]))
         self.reserved_blocks += self._most_blocks(seq)
         seq.slot = self.free_slots.pop()
-        if not seq.num_completion_tokens:
+        if is_new:
             seq.num_hit_tokens = seq.num_cached_tokens
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_hit_tokens += seq.num_hit_tokens

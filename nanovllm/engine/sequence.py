@@ -28,6 +28,9 @@ class Sequence:
     max_num_tokens: length at which it ends, prompt included.
     stop_ids: ids that end it; `stop_strings`: texts that end it.
     block_hashes: chained hash and content of each full block so far, computed once.
+    samples: all sequences of a request with n > 1, this one among them; the first stands for the request.
+    logprobs, prompt_logprobs: one dict a token, id -> log-probability; filled where the parameters ask for it.
+    num_sent_ids, num_sent_chars: what a stream has given out already.
     """
 
     block_size = 256
@@ -38,7 +41,8 @@ class Sequence:
         "num_cached_tokens", "num_scheduled_tokens", "is_prefill", "block_table", "temperature",
         "max_tokens", "min_tokens", "ignore_eos", "seed", "params", "num_pending", "slot",
         "max_num_tokens", "stop_ids", "stop_strings", "block_hashes", "num_registered_blocks",
-        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer",
+        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer", "samples", "num_logprobs",
+        "num_prompt_logprobs", "logprobs", "prompt_logprobs", "num_sent_ids", "num_sent_chars",
     )  # fmt: skip
 
     def __init__(self, token_ids: Iterable[int], params: SamplingParams | None = None) -> None:
@@ -69,6 +73,11 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.detokenizer: Any = None
+        self.samples: list[Sequence] = []
+        self.num_logprobs, self.num_prompt_logprobs = params.logprobs, params.prompt_logprobs
+        self.logprobs: list[dict[int, float]] = []
+        self.prompt_logprobs: list[dict[int, float] | None] = [None]
+        self.num_sent_ids = self.num_sent_chars = 0
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -79,6 +88,16 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    @property
+    def request(self) -> "Sequence":
+        """The sequence that stands for its request: the first of n samples."""
+        return self.samples[0] if self.samples else self
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a stream of it has something to give out."""
+        return self.num_completion_tokens > self.num_sent_ids
 
     @property
     def num_completion_tokens(self) -> int:

@@ -1,10 +1,13 @@
 """Sampler: from logits to token ids, on the device and without a sort."""
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 
 from nanovllm.kernels.sampling import sample, sample_with_scores
 from nanovllm.utils.parallel import Parallel
+
+# Rows of logits that are held in fp32 at a time for log-probabilities.
+LOGPROB_ROWS = 64
 
 
 class Sampler:
@@ -25,8 +28,31 @@ class Sampler:
         if self.parallel.size == 1:
             return sample(logits, temperatures, seeds, positions)
         scores, ids = sample_with_scores(logits, temperatures, seeds, positions, self.vocab_start)
-        mine = torch.stack([scores.double(), ids.double()])
-        every = mine.new_empty(self.parallel.size, *mine.shape)
-        dist.all_gather_into_tensor(every, mine)
+        every = self.parallel.all_gather(torch.stack([scores.double(), ids.double()]))
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id
         return every[:, 1].gather(0, best)[0].long()
+
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+        """Log-probabilities in fp32, the same on every rank.
+
+        [R, share of the vocabulary], ids [R] -> `ids`, theirs [R], the ids of the best k [R, k] int64, theirs [R, k].
+        """
+        parts = [self._share_of_logprobs(*rows, k) for rows in zip(logits.split(LOGPROB_ROWS), ids.split(LOGPROB_ROWS))]
+        table = torch.cat(parts)  # [R, 2 + 2k] fp32, which holds ids below 2^24 exactly
+        if self.parallel.size > 1:
+            every = self.parallel.all_gather(table)
+            values, where = every[..., 2 : 2 + k].transpose(0, 1).flatten(1).topk(k)
+            best = every[..., 2 + k :].transpose(0, 1).flatten(1).gather(1, where)
+            table = torch.cat([every[..., :1].logsumexp(0), every[..., 1:2].amax(0), values, best], 1)
+        total, own, values, best = table.split([1, 1, k, k], 1)
+        return ids, (own - total)[:, 0], best.long(), values - total
+
+    def _share_of_logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
+        """Of this rank's share: [logsumexp, logit of `ids` or -inf, best k logits, their ids] for each row."""
+        logits, vocab = logits.float(), logits.shape[1]
+        values, best = (
+            F.pad(x, (0, k - x.shape[1]), value=v) for x, v in zip(logits.topk(min(k, vocab)), (-torch.inf, 0))
+        )
+        column = (ids - self.vocab_start)[:, None]
+        own = logits.gather(1, column.clamp(0, vocab - 1)).where((column >= 0) & (column < vocab), -torch.inf)
+        return torch.cat([logits.logsumexp(1, keepdim=True), own, values, best + self.vocab_start], 1)

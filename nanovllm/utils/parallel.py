@@ -19,6 +19,12 @@ class Parallel:
             dist.all_reduce(x)
         return x
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[...] -> [size, ...]."""
+        every = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(every, x)
+        return every
+
     def share(self, total: int) -> int:
         """Rows of `total` that each rank holds, the last ranks padded."""
         return -(-total // self.size)

@@ -72,6 +72,31 @@ def test_a_seeded_request_gets_the_same_tokens_alone_in_a_batch_eager_and_preemp
     assert all(result == results[0] for result in results)
 
 
+def test_samples_and_log_probabilities_are_those_of_transformers_with_graphs_overlap_and_preemption(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    prompts = [answer["prompt_token_ids"] for answer in GOLDEN[:6]]
+    params = SamplingParams(n=5, seed=7, max_tokens=60, min_tokens=30, logprobs=3, prompt_logprobs=2)
+    found = []
+    for options in ({"enforce_eager": True, "async_scheduling": False}, {}, {"num_kvcache_blocks": 60}):
+        with LLM(tiny_model, dtype="float32", kvcache_block_size=16, **options) as llm:
+            llm.scheduler._growth_fits = lambda *_: True
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert (llm.stats()["preemptions"] > 0) is ("num_kvcache_blocks" in options)
+        found.append([sample for output in outputs for sample in output["samples"]])
+        assert [s["token_ids"] for s in found[-1]] == [s["token_ids"] for s in found[0]]
+        for sample in found[-1]:
+            ids, start = sample["prompt_token_ids"] + sample["token_ids"], len(sample["prompt_token_ids"])
+            with torch.inference_mode():
+                exact = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
+            entries = sample["prompt_logprobs"] + sample["logprobs"]
+            assert len(entries) == len(ids) and len(sample["logprobs"]) == len(ids) - start
+            for i, entry in enumerate(entries[1:]):
+                assert ids[i + 1] in entry
+                assert list(entry.values()) == pytest.approx([exact[i, j].item() for j in entry], abs=1e-2)
+
+
 @pytest.fixture(scope="module")
 def model_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An untrained model in the shape of Qwen3-0.6B."""
