@@ -26,7 +26,8 @@ class Sequence:
     num_pending: sampled tokens of steps in flight, on the device but not yet in `token_ids`.
     slot: row of the device-side state that belongs to the sequence, -1 while it has none.
     max_num_tokens: length at which it ends, prompt included.
-    stop_ids: ids that end it; `stop_strings`: texts that end it.
+    stop_ids: ids that end it; `stop_strings`: texts that end it; `bad_words`: ids that must not follow each other.
+    has_controls: whether it samples from other logits than the model's (`engine/controls.py`).
     block_hashes: chained hash and content of each full block so far, computed once.
     """
 
@@ -38,7 +39,7 @@ class Sequence:
         "num_cached_tokens", "num_scheduled_tokens", "is_prefill", "block_table", "temperature",
         "max_tokens", "min_tokens", "ignore_eos", "seed", "params", "num_pending", "slot",
         "max_num_tokens", "stop_ids", "stop_strings", "block_hashes", "num_registered_blocks",
-        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer",
+        "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer", "bad_words", "has_controls",
     )  # fmt: skip
 
     def __init__(self, token_ids: Iterable[int], params: SamplingParams | None = None) -> None:
@@ -69,6 +70,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.detokenizer: Any = None
+        self.bad_words: list[list[int]] = []
+        self.has_controls = False
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -99,6 +102,11 @@ class Sequence:
     @property
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token depends on its ids other than through the model."""
+        return self.has_controls and (self.params.penalises or any(len(word) > 1 for word in self.bad_words))
 
     def block(self, i: int) -> list[int]:
         """The ids of logical block `i`; `IndexError` unless 0 <= i < num_blocks."""

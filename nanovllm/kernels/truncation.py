@@ -98,7 +98,7 @@ def _truncate_kernel(
     logits, temperatures, top_k, top_p, margins, stride, vocab,
     SHIFT: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row). `threshold`, `ties`: what stays so far is above the threshold, or among the first `ties` equals."""
+    """Program (row). What stays so far: logits above `threshold`, and the first `ties` of those equal to it."""
     pid = tl.program_id(0).to(tl.int64)
     row = logits + pid * stride
     wait_for_inputs(PDL)
@@ -110,9 +110,10 @@ def _truncate_kernel(
     has_p = p < 1
     if (t <= 0) | ((has_k | has_p | (margin > float("-inf"))) == 0):
         return
-    lanes = tl.full([LANES], float("-inf"), tl.float32)
+    best = tl.full([LANES, 8], float("-inf"), tl.float32)
     for start in tl.range(0, vocab, LANES * 8, num_stages=3):
-        lanes = tl.maximum(lanes, tl.max(_tile(row, start, vocab, LANES), 1))
+        best = tl.maximum(best, _tile(row, start, vocab, LANES))
+    lanes = tl.max(best, 1)
     top = tl.max(lanes, 0)
     if top == float("-inf"):
         return

@@ -19,6 +19,14 @@ class Parallel:
             dist.all_reduce(x)
         return x
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [B, C] of all ranks side by side: [B, size * C]."""
+        if self.size == 1:
+            return x
+        every = x.new_empty(self.size, *x.shape)
+        dist.all_gather_into_tensor(every, x.contiguous())
+        return every.transpose(0, 1).flatten(1)
+
     def share(self, total: int) -> int:
         """Rows of `total` that each rank holds, the last ranks padded."""
         return -(-total // self.size)
