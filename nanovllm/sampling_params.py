@@ -154,13 +154,13 @@ class SamplingParams:
             _fail("stop", self.stop, allowed)
         self._check_ids("stop_token_ids", "a list of token ids >= 0")
 
-    def _check_ids(self, name: str, allowed: str) -> None:
+    def _check_ids(self, name: str, allowed: str, least: int = 0) -> None:
         ids = getattr(self, name)
-        if ids is None:
-            return
-        if not isinstance(ids, SequenceABC) or isinstance(ids, str) or not all(map(_is_id, ids)):
-            _fail(name, ids, allowed)
-        setattr(self, name, [int(i) for i in ids])
+        if ids is not None:
+            is_list = isinstance(ids, SequenceABC) and not isinstance(ids, str)
+            if not is_list or not all(map(_is_id, ids)) or len(ids) < least:
+                _fail(name, ids, allowed)
+            setattr(self, name, [int(i) for i in ids])
 
     def _check_bias_and_words(self) -> None:
         bias, words = self.logit_bias, self.bad_words
@@ -168,9 +168,7 @@ class SamplingParams:
             if not isinstance(bias, dict) or not all(_is_id(i) and _is_finite(v) for i, v in bias.items()):
                 _fail("logit_bias", bias, "a dict of token ids >= 0 to finite numbers")
             self.logit_bias = {int(i): float(v) for i, v in bias.items()}
-        self._check_ids("allowed_token_ids", "a list of token ids >= 0, not empty")
-        if self.allowed_token_ids == []:
-            _fail("allowed_token_ids", [], "a list of token ids >= 0, not empty")
+        self._check_ids("allowed_token_ids", "a list of token ids >= 0, not empty", least=1)
         if words is not None:
             if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
                 _fail("bad_words", words, "a list of strings, none of them empty")

@@ -34,10 +34,9 @@ class Controls:
     @property
     def num_bytes(self) -> int:
         """Most device memory that controls can take."""
-        # a row and its copy in fp32, counts, and what is computed for each position
-        return 4 * len(self.slots.seeds) * self.max_model_len + MAX_ROWS * (
-            12 * self.vocab_size + 56 * self.max_model_len
-        )
+        num_slots, length = len(self.slots.seeds), self.max_model_len
+        # rows, their copies in fp32, counts; and what is computed for each position
+        return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (12 * self.vocab_size + 56 * length)
 
     def plan(self, seqs: list[Sequence], prefill: bool) -> None:
         """Upload what the next calls of `resample` need for a batch of `seqs`; after a prefill, their ids as well."""
@@ -46,15 +45,12 @@ class Controls:
             rows = [i for i, s in enumerate(seqs) if s.has_controls and s.params.adjusts_logits == adjusts]
             for start in range(0, len(rows), MAX_ROWS):
                 self.groups.append(_Rows(rows[start : start + MAX_ROWS], seqs, self.history.device))
-        recorded = [s for s in seqs if s.looks_back]
-        if prefill and recorded:
-            if not len(self.history):
-                self.history = self.history.new_zeros(len(self.slots.seeds), self.max_model_len)
-            lens = [s.num_tokens for s in recorded]
-            arrays = np.repeat([s.slot for s in recorded], lens), np.concatenate([np.arange(n) for n in lens])
-            ids = np.concatenate([np.array(s.token_ids, dtype=np.int32) for s in recorded])
-            ((slot, position, ids_),) = to_device([np.stack([*arrays, ids]).astype(np.int32)], self.history.device)
-            self.history[slot, position] = ids_
+        for seq in seqs if prefill else ():
+            if seq.looks_back:
+                if not len(self.history):
+                    self.history = self.history.new_zeros(len(self.slots.seeds), self.max_model_len)
+                (ids,) = to_device([np.array(seq.token_ids, dtype=np.int32)], self.history.device)
+                self.history[seq.slot, : len(ids)] = ids
 
     def resample(self, logits: torch.Tensor, ids: torch.Tensor, seqs: list[Sequence]) -> None:
         """Replace in `ids` [B], and in the slots, what the batch that was planned samples from `logits` [B, V]."""
@@ -139,7 +135,7 @@ class _Rows:
 
 
 def ends_with(history: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """[W] bool: whether row r = rows[w] of history [R, L], cut after lens[r], ends with words[w] ([W, N], -1: any id)."""
+    """[W] bool: whether row r = rows[w] of history [R, L], cut after lens[r], ends with words[w] ([W, N], -1: any)."""
     position = lens[rows, None] + torch.arange(-words.shape[1], 0, device=words.device)
     ids = history[rows[:, None], position.clamp(min=0)]
     return ((words < 0) | ((ids == words) & (position >= 0))).all(1)

@@ -139,12 +139,9 @@ class LLMEngine:
         seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
         # dividing logits by less would overflow
         seq.temperature = 0.0 if seq.temperature < 1e-5 else min(seq.temperature, 1e30)
-        seq.bad_words = [
-            ids
-            for word in params.bad_words or ()
-            for text in {word, " " + word.lstrip()}
-            if (ids := self.tokenizer.encode(text, add_special_tokens=False))
-        ]
+        texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
+        if texts:
+            seq.bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"]))
         seq.has_controls = bool(
             params.adjusts_logits or params.allowed_token_ids or seq.bad_words or (seq.temperature and params.truncates)
         )
