@@ -100,6 +100,7 @@ def test_processors_of_transformers_give_the_same_logits() -> None:
         ids = torch.randint(0, V, (1, 2 + case % 20), generator=g)
         history = ids[0].tolist()
         words = [[1], [history[-1], 2], [*history[-2:], 30], [history[-2], 31], [(history[-1] + 1) % V, 32]]
+        words.append([history[0], *history, 33])  # longer than what is there
         bias = {3: 0.1 * case, 7: -1.3}
         pairs: list[tuple[dict[str, Any], Any]] = [
             ({"repetition_penalty": 0.5 + case / 20}, hf.RepetitionPenaltyLogitsProcessor(0.5 + case / 20)),
@@ -132,6 +133,12 @@ def test_logits_of_the_step_and_of_rows_without_controls_stay_as_they_are() -> N
     assert both.history[0, : len(PROMPT + OUTPUT) + 1].tolist() == [*PROMPT, *OUTPUT, ids[1]]
 
 
+def test_numbers_are_added_in_full_precision_to_logits_of_half() -> None:
+    logits = torch.randn(V, dtype=torch.bfloat16) * 20
+    row = changed(logits, sequence({"logit_bias": {3: 0.01}, "frequency_penalty": 0.01}))
+    assert row[3].item() == logits[3].float() + 0.01 and row[9].item() == logits[9].float() - 0.03
+
+
 def test_ranks_with_shares_of_the_vocabulary_draw_what_one_rank_draws() -> None:
     picked = [fields for fields in CONTROLS if sequence(fields).params.adjusts_logits]  # one group
     logits = torch.randn(len(picked), V + 1, device=DEVICE)[:, :V]
@@ -140,7 +147,9 @@ def test_ranks_with_shares_of_the_vocabulary_draw_what_one_rank_draws() -> None:
     class Ranks(Parallel):
         def all_gather(self, x: torch.Tensor) -> torch.Tensor:
             assert torch.equal(x[:, : shares[self.rank].shape[1]], shares[self.rank]) and x.shape[1] == 8
-            return torch.cat([torch.nn.functional.pad(share, (0, 8 - share.shape[1])) for share in shares], 1)
+            return torch.cat(
+                [torch.nn.functional.pad(share, (0, 8 - share.shape[1]), value=50.0) for share in shares], 1
+            )
 
     results = []
     for parallel, share in ((Parallel(), logits), (Ranks(1, 8), shares[1]), (Ranks(7, 8), shares[7])):
@@ -248,6 +257,14 @@ def test_bad_words_are_not_in_the_text(tiny_model: str) -> None:
         outputs = llm.generate(["introduce yourself"] * 3, params, use_tqdm=False)
     texts = [output["text"] for output in outputs]
     assert all("robot" not in text and "I am" not in text for text in texts), (plain[0]["text"], texts)
+
+
+def test_a_bad_word_is_banned_with_and_without_a_space_before_it(tiny_model: str) -> None:
+    with engine(tiny_model, False) as llm:
+        seq = llm._make_sequence([5], SamplingParams(bad_words=["robot", " hello"]))
+        texts = ["robot", " robot", " hello", " hello"]
+        assert seq.bad_words == [llm.tokenizer.encode(text) for text in texts]
+        assert seq.bad_words[0] != seq.bad_words[1]
 
 
 def test_only_allowed_ids_are_drawn(tiny_model: str) -> None:

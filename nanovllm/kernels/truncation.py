@@ -134,7 +134,7 @@ def _truncate_kernel(
         unit, above, alone = _search(row, vocab, lo, end, k.to(tl.float32), top, 0.0, SHIFT, LANES)
         cut = _value(unit, SHIFT)
         if cut >= threshold:
-            ties = tl.where(alone, ties, k - above)
+            ties = tl.where(alone, vocab * 1.0, k - above)
             threshold = cut
     if has_p:
         mass = tl.zeros([LANES], tl.float32)
@@ -150,9 +150,8 @@ def _truncate_kernel(
         lo = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT) - 1, bottom)
         unit, above, alone = _search(row, vocab, lo, end, target, top, scale, SHIFT, LANES)
         cut = _value(unit, SHIFT)
-        n = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
         if cut >= threshold:
-            ties = tl.where(cut == threshold, tl.minimum(n, ties), n)
+            ties = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
             threshold = cut
     seen = 0.0
     for start in tl.range(0, vocab, LANES * 8):
