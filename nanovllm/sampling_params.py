@@ -2,17 +2,11 @@
 
 import math
 from collections.abc import Sequence as SequenceABC
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5
-
-# Fields whose behaviour is not built yet: any value but the default is refused by name.
-_NOT_YET = (
-    "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "logit_bias", "allowed_token_ids", "bad_words",
-)  # fmt: skip
 
 
 def _fail(field: str, value: object, allowed: str) -> None:
@@ -26,6 +20,10 @@ def _is_finite(value: object) -> bool:
         return False
 
 
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """Parameters of one request. A wrong value raises `ValueError` with the field, value and range.
@@ -37,6 +35,15 @@ class SamplingParams:
     stop: a string or strings that end the request; not part of `text` unless
         `include_stop_str_in_output`.
     stop_token_ids: ids that end the request.
+    top_k: draw from the so many most probable tokens; 0 or -1: off.
+    top_p: draw from the fewest most probable tokens whose share of the probability reaches it; 1: off.
+    min_p: draw from tokens of at least min_p times the probability of the most probable one; 0: off.
+    repetition_penalty: logits of ids in the prompt or generated so far are divided by it where positive, else
+        multiplied; presence_penalty is subtracted from those of generated ids, frequency_penalty as often as they were.
+    logit_bias: id -> number added to its logit.
+    allowed_token_ids: no other ids are drawn.
+    bad_words: strings that are not generated; each is tokenized with and without a space before it, and the last token
+        is ruled out where the sequence, prompt included, ends with those before it.
     seed: of this request's noise; the same seed gives the same tokens whatever else runs.
     n: samples of one prompt; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
         with seed i. Must be 1 at temperature 0.
@@ -44,6 +51,11 @@ class SamplingParams:
         controls) of each generated or prompt token and of so many best ids beside it.
     detokenize: `False` leaves `text` empty.
     skip_special_tokens: special tokens do not appear in `text`.
+
+    Order, that of vLLM: what is ruled out (allowed_token_ids, bad_words, stop ids before min_tokens) and logit_bias;
+    the penalties, repetition first, so that they scale with the model's logits whatever the temperature; temperature;
+    then min_p and top_k, and top_p last: it is a share of the probability that those two have left. Of equal
+    probabilities the lower id comes first in top_k and top_p.
     """
 
     temperature: float = 1.0
@@ -92,15 +104,30 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 self._check_int(name, 0, None, "an integer >= 0, or None")
-        for name in _NOT_YET:
-            value = getattr(self, name)
-            if value not in (None, _DEFAULTS[name]) and not (name == "top_k" and value == -1):
-                _fail(name, value, f"left at {_DEFAULTS[name]!r}: it is not supported yet")
+        self._check_bias_and_words()
 
     @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are cut off."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @property
+    def penalises(self) -> bool:
+        return self.penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change to other numbers than minus infinity."""
+        return bool(self.logit_bias) or self.penalises
 
     def _check_real(self, name: str, low: float, high: float, exclusive_low: bool = False) -> None:
         value = getattr(self, name)
@@ -127,14 +154,24 @@ class SamplingParams:
             _fail("stop", self.stop, allowed)
         if self.stop == "" or not all(isinstance(s, str) and s for s in self.stop_strings):
             _fail("stop", self.stop, allowed)
-        ids = self.stop_token_ids
-        if ids is None:
-            return
-        if not isinstance(ids, SequenceABC) or isinstance(ids, str):
-            _fail("stop_token_ids", ids, "a list of token ids")
-        if not all(isinstance(i, Integral) and not isinstance(i, bool) and i >= 0 for i in ids):
-            _fail("stop_token_ids", ids, "a list of token ids >= 0")
-        self.stop_token_ids = [int(i) for i in ids]
+        self._check_ids("stop_token_ids", "a list of token ids >= 0")
 
+    def _check_ids(self, name: str, allowed: str, least: int = 0) -> None:
+        ids = getattr(self, name)
+        if ids is not None:
+            is_list = isinstance(ids, SequenceABC) and not isinstance(ids, str)
+            if not is_list or not all(map(_is_id, ids)) or len(ids) < least:
+                _fail(name, ids, allowed)
+            setattr(self, name, [int(i) for i in ids])
 
-_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
+    def _check_bias_and_words(self) -> None:
+        bias, words = self.logit_bias, self.bad_words
+        if bias is not None:
+            if not isinstance(bias, dict) or not all(_is_id(i) and _is_finite(v) for i, v in bias.items()):
+                _fail("logit_bias", bias, "a dict of token ids >= 0 to finite numbers")
+            self.logit_bias = {int(i): float(v) for i, v in bias.items()}
+        self._check_ids("allowed_token_ids", "a list of token ids >= 0, not empty", least=1)
+        if words is not None:
+            if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
+                _fail("bad_words", words, "a list of strings, none of them empty")
+            self.bad_words = list(words)

@@ -6,6 +6,7 @@ the last one are fetched, and everything the host does happens while the device 
 
 import struct
 from collections import deque
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
@@ -130,7 +131,10 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
-        for name, ids in (("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ())):
+        for name, ids in (
+            ("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ()),
+            ("logit_bias", params.logit_bias or ()), ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):  # fmt: skip
             if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
                 continue  # fine, at the speed of C; else find the bad one, or integers of another type
             for token_id in ids:
@@ -143,13 +147,20 @@ class LLMEngine:
                 raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")
         if not prompt:
             raise ValueError("prompt is empty: must hold at least one token")
+        params = replace(params)  # the caller may change its own for the next request
         token_ids = list(map(int, prompt))
         samples = [Sequence(token_ids, params) for _ in range(params.n)]
+        texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
+        bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
         for seq in samples:
             self.scheduler.check(seq)
             eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
             seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
             seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
+            seq.bad_words = bad_words
+            seq.has_controls = bool(
+                params.adjusts_logits or params.allowed_token_ids or bad_words or (seq.temperature and params.truncates)
+            )
             seq.stop_strings = params.stop_strings
             if seq.stop_strings:
                 seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)

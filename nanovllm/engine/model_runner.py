@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.controls import Controls
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -112,6 +113,7 @@ class ModelRunner:
         self.sampler = Sampler(self.parallel, self.model.lm_head.start)
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
+        self.controls = Controls(self.slots, self.parallel, hf.vocab_size, config.max_model_len)
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
         self.has_min_tokens = False
@@ -154,7 +156,7 @@ class ModelRunner:
         self.graphs.clear()
         for layer in self._attention_layers():
             layer.k_cache = layer.v_cache = torch.empty(0)
-        del self.model, self.slots
+        del self.model, self.slots, self.controls
         if self.is_cuda:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
@@ -232,6 +234,8 @@ class ModelRunner:
         self._mask_early_stops(logits, seqs[:n])
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
+        self.controls.plan(seqs[:n], prefill=True)
+        self.controls.resample(logits, ids, seqs)
         if wanted:
             pieces.append(self.sampler.logprobs(raw, ids[wanted_rows], k))
         return ids, pieces
@@ -263,6 +267,7 @@ class ModelRunner:
             shared = len(shared_blocks) * self.config.kvcache_block_size
             self.reads_shared = self.backend.reads_shared_prefix(n, shared)
             self.has_min_tokens = any(seq.min_tokens for seq in batch.seqs)
+            self.controls.plan([batch.seqs[i] for i in self.order], prefill=False)
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
             self.slots_on_device = slots
@@ -281,6 +286,7 @@ class ModelRunner:
             raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
             self._sample_into_slots(n)
+        self.controls.resample(self.logits, self.token_ids, batch.seqs)
         pieces = []
         if self.owners:
             pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], _most(self.owners)))
@@ -379,6 +385,7 @@ class ModelRunner:
             self.graph_pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
+        reserve += self.controls.num_bytes
         return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve
 
     def _rehearse(self) -> None:

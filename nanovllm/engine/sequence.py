@@ -26,7 +26,8 @@ class Sequence:
     num_pending: sampled tokens of steps in flight, on the device but not yet in `token_ids`.
     slot: row of the device-side state that belongs to the sequence, -1 while it has none.
     max_num_tokens: length at which it ends, prompt included.
-    stop_ids: ids that end it; `stop_strings`: texts that end it.
+    stop_ids: ids that end it; `stop_strings`: texts that end it; `bad_words`: ids that must not follow each other.
+    has_controls: whether it samples from other logits than the model's (`engine/controls.py`).
     block_hashes: chained hash and content of each full block so far, computed once.
     samples: all sequences of a request with n > 1, this one among them; the first stands for the request.
     logprobs, prompt_logprobs: one dict a token, id -> log-probability; filled where the parameters ask for it.
@@ -43,6 +44,7 @@ class Sequence:
         "max_num_tokens", "stop_ids", "stop_strings", "block_hashes", "num_registered_blocks",
         "num_hit_tokens", "finish_reason", "stop_reason", "detokenizer", "samples", "num_logprobs",
         "num_prompt_logprobs", "logprobs", "prompt_logprobs", "num_sent_ids", "num_sent_chars",
+        "bad_words", "has_controls",
     )  # fmt: skip
 
     def __init__(self, token_ids: Iterable[int], params: SamplingParams | None = None) -> None:
@@ -78,6 +80,8 @@ class Sequence:
         self.logprobs: list[dict[int, float]] = []
         self.prompt_logprobs: list[dict[int, float] | None] = [None]
         self.num_sent_ids = self.num_sent_chars = 0
+        self.bad_words: list[list[int]] = []
+        self.has_controls = False
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -118,6 +122,11 @@ class Sequence:
     @property
     def last_block_num_tokens(self) -> int:
         return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether its next token depends on its ids other than through the model."""
+        return self.has_controls and (self.params.penalises or any(len(word) > 1 for word in self.bad_words))
 
     def block(self, i: int) -> list[int]:
         """The ids of logical block `i`; `IndexError` unless 0 <= i < num_blocks."""

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from nanovllm.kernels import activation, attention_decode, attention_prefill, linear, norm, rope, sampling, step_inputs
+from nanovllm.kernels import (
+    activation,
+    attention_decode,
+    attention_prefill,
+    linear,
+    norm,
+    rope,
+    sampling,
+    step_inputs,
+    truncation,
+)
 
 HQ, HK, D, HIDDEN, INTERMEDIATE, VOCAB, BLOCK = 16, 8, 128, 1024, 3072, 151936, 256  # Qwen3-0.6B
 Call = Callable[..., Any]
@@ -106,6 +116,22 @@ def sample_case(rows: int, temperature: float, target: str) -> Case:
     return Case(f"sample {rows} T={temperature}", make, rows * VOCAB * 2, 4 if rows > 64 else 28, target, configs)
 
 
+def truncate_case(rows: int, k: int, p: float, dtype: torch.dtype = torch.bfloat16, target: str = "") -> Case:
+    """With a copy of the logits before each call, which changes them in place."""
+
+    def make(seed: int) -> Call:
+        logits, k_ = (3 * rand(rows, VOCAB)).to(dtype), ints([k] * rows)
+        t, p_ = torch.full((rows,), 0.6, device="cuda"), torch.full((rows,), p, device="cuda")
+        x, margins = torch.empty_like(logits), torch.full_like(t, -torch.inf)
+        return lambda **kw: truncation.truncate_triton(x.copy_(logits), t, k_, p_, margins, **kw)
+
+    configs: list[dict[str, Any]] = [
+        {"config": c} for c in ((512, 16), (1024, 32), (1024, 16), (512, 8), (256, 8), (2048, 32), (2048, 16))
+    ]
+    name = f"copy+truncate {rows} {k} {p} {str(dtype)[6:]}"
+    return Case(name, make, 2 * rows * VOCAB * dtype.itemsize, 4 if rows > 64 else 28, target, configs)
+
+
 def small_cases(rows: int) -> list[Case]:
     def rms_norm(seed: int) -> Call:
         x, w = rand(rows, HIDDEN), rand(HIDDEN)
@@ -190,6 +216,13 @@ def all_cases() -> list[Case]:
         sample_case(256, 0.6, "60 us"),
         sample_case(1, 0.6, ""),
         sample_case(256, 0.0, ""),
+        truncate_case(256, 0, 1.0),  # the copy alone
+        truncate_case(256, 20, 0.95, target="250 us"),
+        truncate_case(256, 50, 1.0, target="250 us"),
+        truncate_case(256, 0, 0.9, target="250 us"),
+        truncate_case(128, 20, 0.95),
+        truncate_case(1, 20, 0.95),
+        truncate_case(256, 20, 0.95, torch.float32),
     ]
 
 

@@ -97,6 +97,25 @@ def test_samples_and_log_probabilities_are_those_of_transformers_with_graphs_ove
                 assert list(entry.values()) == pytest.approx([exact[i, j].item() for j in entry], abs=1e-2)
 
 
+def test_requests_with_controls_get_the_same_alone_in_a_batch_eager_and_preempted(tiny_model):
+    prompt = GOLDEN[0]["prompt_token_ids"]
+    settings = [
+        {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.05}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.5}, {},
+        {"frequency_penalty": -0.3}, {"logit_bias": {300: 8.0}}, {"allowed_token_ids": list(range(100, 160))},
+        {"bad_words": ["the", "a robot"], "top_p": 0.9}, {"top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
+    ]  # fmt: skip
+    base = {"temperature": 1.3, "max_tokens": 100, "ignore_eos": True}
+    params = [SamplingParams(**base, seed=i, **settings[i % len(settings)]) for i in range(150)]
+    with LLM(tiny_model, dtype="float32", enforce_eager=True, async_scheduling=False) as llm:
+        alone = [llm.generate([prompt], p, use_tqdm=False)[0]["token_ids"] for p in params[:22]]
+    for options in ({}, {"enforce_eager": True}, {"num_kvcache_blocks": 200, "kvcache_block_size": 16}):
+        with LLM(tiny_model, dtype="float32", **options) as llm:
+            llm.scheduler._growth_fits = lambda *_: True
+            outputs = llm.generate([prompt] * len(params), params, use_tqdm=False)
+            assert [output["token_ids"] for output in outputs[:22]] == alone
+            assert (llm.stats()["preemptions"] > 0) == ("num_kvcache_blocks" in options)
+
+
 @pytest.fixture(scope="module")
 def model_06b(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An untrained model in the shape of Qwen3-0.6B."""

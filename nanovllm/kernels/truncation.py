@@ -1,0 +1,193 @@
+"""Top-k, top-p and min-p without a sort: an exact search for the least logit that stays, then one pass that cuts.
+
+All three keep a beginning of the order (larger logit first, lower id first among equals), so a row's result is a
+threshold and the number of logits equal to it that stay.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels._triton import fast_log2, pdl, tl, triton, wait_for_inputs
+
+_LOG2E = tl.constexpr(math.log2(math.e))
+# Low bits that are 0 in the fp32 image of a type: its values are so much farther apart.
+_SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
+
+def truncate_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margins: Tensor) -> None:
+    vocab, t = logits.shape[1], temperatures[:, None]
+    k = top_k.where(top_k > 0, vocab).clamp(max=vocab)[:, None].long()
+    x = logits.float().topk(int(k.max()) if len(k) else 0).values  # the order among equals does not matter here
+    mass = ((x.double() - x[:, :1]) / t).exp()
+    kept = (torch.arange(x.shape[1], device=x.device) < k) & (x >= x[:, :1] + margins[:, None])
+    mass = mass.where(kept, 0.0).cumsum(1)
+    target = (top_p * mass[:, -1].float()).where(top_p < 1, math.inf)[:, None]
+    n = torch.minimum((kept & (mass < target)).sum(1, keepdim=True) + 1, kept.sum(1, keepdim=True)).clamp(min=1)
+    least = x.gather(1, n - 1)
+    equal = logits == least
+    stays = (logits > least) | (equal & (equal.cumsum(1) <= n - (x > least).sum(1, keepdim=True)))
+    logits.masked_fill_(~stays & (t > 0), -math.inf)
+
+
+@triton.jit
+def _unit(x, SHIFT: tl.constexpr):
+    """fp32 whose low SHIFT bits are 0 -> int64 in the same order, next to each other for neighbours."""
+    bits = x.to(tl.int32, bitcast=True) >> SHIFT
+    return (bits ^ ((bits >> 31) & (0x7FFFFFFF >> SHIFT))).to(tl.int64)
+
+
+@triton.jit
+def _value(unit, SHIFT: tl.constexpr):
+    bits = unit.to(tl.int32)
+    bits = bits ^ ((bits >> 31) & (0x7FFFFFFF >> SHIFT))
+    return (bits << SHIFT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tile(row, start, vocab, LANES: tl.constexpr):
+    """fp32 [LANES, 8] of the row from `start` on: 8 neighbours a thread, so that sums over them stay in it."""
+    cols = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    return tl.load(row + cols, mask=cols < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _search(row, vocab, lo, hi, target, top, scale, SHIFT: tl.constexpr, LANES: tl.constexpr):
+    """The largest unit whose logits at or above weigh at least `target`, a logit weighing 2^((logit - top) * scale).
+
+    `lo` weighs enough, `hi` does not; each pass tries three units between. Sums are taken in one order, so weights
+    never grow with the unit in spite of rounding. Returns (lo, weight of what is above it, whether it ended early:
+    then exactly one logit lies between lo and the returned weight's unit).
+    """
+    w_lo = float("inf")
+    w_hi = 0.0
+    alone = hi < lo  # false
+    while (hi - lo > 1) & (alone == 0):
+        u1 = lo + ((hi - lo) >> 2)
+        u2 = lo + ((hi - lo) >> 1)
+        u3 = lo + ((hi - lo) * 3 >> 2)
+        v1 = _value(u1, SHIFT)
+        v2 = _value(u2, SHIFT)
+        v3 = _value(u3, SHIFT)
+        w1 = tl.zeros([LANES], tl.float32)
+        w2 = tl.zeros([LANES], tl.float32)
+        w3 = tl.zeros([LANES], tl.float32)
+        for start in tl.range(0, vocab, LANES * 8, num_stages=3):
+            x = _tile(row, start, vocab, LANES)
+            w = tl.exp2((x - top) * scale)
+            w1 += tl.sum(tl.where(x >= v1, w, 0.0), 1)
+            w2 += tl.sum(tl.where(x >= v2, w, 0.0), 1)
+            w3 += tl.sum(tl.where(x >= v3, w, 0.0), 1)
+        s1 = tl.sum(w1, 0)
+        s2 = tl.sum(w2, 0)
+        s3 = tl.sum(w3, 0)
+        w_lo = tl.where(s3 >= target, s3, tl.where(s2 >= target, s2, tl.where(s1 >= target, s1, w_lo)))
+        w_hi = tl.where(s1 < target, s1, tl.where(s2 < target, s2, tl.where(s3 < target, s3, w_hi)))
+        lower = tl.where(s3 >= target, u3, tl.where(s2 >= target, u2, tl.where(s1 >= target, u1, lo)))
+        hi = tl.where(s1 < target, u1, tl.where(s2 < target, u2, tl.where(s3 < target, u3, hi)))
+        lo = lower
+        least = tl.exp2((_value(lo, SHIFT) - top) * scale)
+        # less than two of the least between them, and far more than rounding: only one logit
+        alone = (hi - lo > 1) & (w_lo - w_hi < 1.5 * least) & (least > 1e-5 * w_lo)
+    return lo, w_hi, alone
+
+
+@triton.jit
+def _truncate_kernel(
+    logits, temperatures, top_k, top_p, margins, stride, vocab,
+    SHIFT: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (row). What stays so far: logits above `threshold`, and the first `ties` of those equal to it."""
+    pid = tl.program_id(0).to(tl.int64)
+    row = logits + pid * stride
+    wait_for_inputs(PDL)
+    t = tl.load(temperatures + pid)
+    k = tl.load(top_k + pid)
+    p = tl.load(top_p + pid)
+    margin = tl.load(margins + pid)
+    has_k = (k > 0) & (k < vocab)
+    has_p = p < 1
+    if (t <= 0) | ((has_k | has_p | (margin > float("-inf"))) == 0):
+        return
+    best = tl.full([LANES, 8], float("-inf"), tl.float32)
+    for start in tl.range(0, vocab, LANES * 8, num_stages=3):
+        best = tl.maximum(best, _tile(row, start, vocab, LANES))
+    lanes = tl.max(best, 1)
+    top = tl.max(lanes, 0)
+    if top == float("-inf"):
+        return
+    scale = _LOG2E / t
+    threshold = top + margin
+    ties = vocab * 1.0
+    end = _unit(top, SHIFT) + 1
+    bottom = _unit(top * 0 + float("-inf"), SHIFT)
+    if has_k:
+        # the k-th largest of the lanes' maxima, roughly: at least k logits reach it
+        lo = tl.where(k <= LANES, _unit(tl.min(lanes, 0), SHIFT), bottom)
+        hi = end
+        for _ in range(12):
+            mid = (lo + hi) >> 1
+            enough = tl.sum((lanes >= _value(mid, SHIFT)).to(tl.int32), 0) >= k
+            hi = tl.where(enough, hi, mid)
+            lo = tl.where(enough, mid, lo)
+        unit, above, alone = _search(row, vocab, lo, end, k.to(tl.float32), top, 0.0, SHIFT, LANES)
+        cut = _value(unit, SHIFT)
+        if cut >= threshold:
+            ties = tl.where(alone, vocab * 1.0, k - above)
+            threshold = cut
+    if has_p:
+        mass = tl.zeros([LANES], tl.float32)
+        equal = tl.zeros([LANES], tl.float32)
+        for start in tl.range(0, vocab, LANES * 8, num_stages=3):
+            x = _tile(row, start, vocab, LANES)
+            mass += tl.sum(tl.where(x > threshold, tl.exp2((x - top) * scale), 0.0), 1)
+            equal += tl.sum(tl.where(x == threshold, 1.0, 0.0), 1)
+        n = tl.minimum(tl.sum(equal, 0), ties)
+        target = p * (tl.sum(mass, 0) + n * tl.exp2((threshold - top) * scale))
+        # all logits below this weigh less than 1 - p together
+        least = top + (fast_log2(1.0 - p) - fast_log2(vocab * 1.0)) / scale
+        lo = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT) - 1, bottom)
+        unit, above, alone = _search(row, vocab, lo, end, target, top, scale, SHIFT, LANES)
+        cut = _value(unit, SHIFT)
+        if cut >= threshold:
+            ties = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
+            threshold = cut
+    seen = 0.0
+    for start in tl.range(0, vocab, LANES * 8):
+        cols = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = _tile(row, start, vocab, LANES)
+        equal = tl.where(x == threshold, 1.0, 0.0)
+        of_lane = tl.sum(equal, 1)
+        n = tl.sum(of_lane, 0)
+        stays = (x > threshold) | (x == tl.where(seen + n <= ties, threshold, float("inf")))
+        if (seen < ties) & (seen + n > ties):
+            rank = seen + (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(equal, 1)
+            stays = (x > threshold) | ((x == threshold) & (rank <= ties))
+        seen += n
+        tl.store(row + cols, tl.where(stays, x, float("-inf")), mask=cols < vocab)
+
+
+def truncate_triton(
+    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margins: Tensor,
+    config: tuple[int, int] = (512, 16),
+) -> None:  # fmt: skip
+    batch, vocab = logits.shape
+    lanes, warps = config
+    if batch:
+        _truncate_kernel[(batch,)](
+            logits, temperatures, top_k, top_p, margins, logits.stride(0), vocab,
+            SHIFT=_SHIFTS[logits.dtype], LANES=lanes, num_warps=warps, **pdl(logits.device),
+        )  # fmt: skip
+
+
+def truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
+    """Set to -inf, in place, the logits [B, V] that top_k, top_p and min_p rule out.
+
+    temperatures [B] fp32; top_k [B] int32, at most 0: off; top_p [B] fp32, 1: off; min_p [B] fp32, 0: off.
+    min_p keeps tokens of at least min_p times the largest probability, top_k the k most probable, then top_p the
+    fewest whose share of the probability that is left reaches p. Lower ids win among equals, except for min_p, which
+    treats them alike. Rows of temperature 0 stay as they are. Weights are summed in fp32.
+    """
+    f = truncate_triton if logits.is_cuda else truncate_reference
+    f(logits, temperatures, top_k, top_p, temperatures * min_p.log())
