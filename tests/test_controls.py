@@ -147,8 +147,8 @@ def test_ranks_with_shares_of_the_vocabulary_draw_what_one_rank_draws() -> None:
     class Ranks(Parallel):
         def all_gather(self, x: torch.Tensor) -> torch.Tensor:
             assert torch.equal(x[:, : shares[self.rank].shape[1]], shares[self.rank]) and x.shape[1] == 8
-            return torch.cat(
-                [torch.nn.functional.pad(share, (0, 8 - share.shape[1]), value=50.0) for share in shares], 1
+            return torch.stack(
+                [torch.nn.functional.pad(share, (0, 8 - share.shape[1]), value=50.0) for share in shares]
             )
 
     results = []
