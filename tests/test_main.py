@@ -171,15 +171,18 @@ def test_a_long_file_is_never_queued_whole(run: Any, monkeypatch: pytest.MonkeyP
     from nanovllm import LLM
 
     queued: list[int] = []
+    written: list[int] = []
     step = LLM.step
 
     def watch(llm: LLM) -> list[dict[str, Any]]:
         queued.append(llm.stats()["num_running"] + llm.stats()["num_waiting"])
+        written.append(run.output.read_bytes().count(b"\n"))
         return step(llm)
 
     monkeypatch.setattr(LLM, "step", watch)
     assert len(run([{"prompt": [5, 6, 7], "max_tokens": 1 + i % 3} for i in range(100)])) == 100
     assert max(queued) == 16  # twice max_num_seqs
+    assert written[-1] >= 100 - 16
     assert all(number >= 8 for number in queued[:20]), "a full batch, while there are lines left"
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,33 +12,47 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"((?:^<!--[^\n]*-->\n)*)^```(python|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"<!-- not run by the tests: (.+?) -->")
-BLOCKS = BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = BLOCK.findall(README)
 
 
-def test_the_readme_has_code_blocks() -> None:
-    assert len(BLOCKS) > 5
-
-
-@pytest.mark.parametrize(("comments", "language", "code"), BLOCKS, ids=[code[:40] for _, _, code in BLOCKS])
-def test_a_code_block_runs(comments: str, language: str, code: str, tiny_model: str, tmp_path: Path) -> None:
-    if reason := REASON.search(comments):
-        pytest.skip(reason[1])
+def start(language: str, code: str, folder: Path, model: str) -> subprocess.Popen[str]:
+    """Run a block in a folder that looks like a checkout and has a model at path/to/model."""
     for name in ("bench.py", "example.py", "nanovllm", "assets"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "path" / "to").mkdir(parents=True)
-    (tmp_path / "path" / "to" / "model").symlink_to(tiny_model)
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "path" / "to").mkdir(parents=True)
+    (folder / "path" / "to" / "model").symlink_to(model)
     if language == "console":
         code = "".join(line[2:] + "\n" for line in code.splitlines() if line.startswith("$ "))
     command = [sys.executable, "-c", code] if language == "python" else ["bash", "-euo", "pipefail", "-c", code]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {
-        **os.environ,
-        "PATH": path,
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    changes = {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=folder, env={**os.environ, **changes}, text=True, **pipes)
+
+
+@pytest.fixture(scope="module")
+def blocks(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[subprocess.Popen[str] | str]]:
+    """The blocks, all running, or the reason why one is not."""
+    found: list[subprocess.Popen[str] | str] = []
+    for comments, language, code in BLOCKS:
+        reason = REASON.search(comments)
+        found.append(reason[1] if reason else start(language, code, tmp_path_factory.mktemp("block"), tiny_model))
+    yield found
+    for process in found:
+        if not isinstance(process, str):
+            process.kill()
+            process.wait()
+
+
+def test_every_block_with_a_language_is_run_or_has_a_reason() -> None:
+    assert len(BLOCKS) == len(re.findall(r"^```\w", README, re.MULTILINE)) > 5
+
+
+@pytest.mark.parametrize("i", range(len(BLOCKS)), ids=[code[:40] for _, _, code in BLOCKS])
+def test_a_code_block_runs(blocks: list[subprocess.Popen[str] | str], i: int) -> None:
+    process = blocks[i]
+    if isinstance(process, str):
+        pytest.skip(process)
+    output = process.communicate(timeout=200)[0]
+    assert process.returncode == 0 and '"error": ' not in output, output
