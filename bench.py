@@ -338,6 +338,8 @@ def main() -> None:
     if args.plot and "nanovllm" not in args.engine:
         parser.error("--plot draws runs of nanovllm: --engine must name it")
     if args.figure:
+        if len(args.figure) == 1:
+            parser.error("--figure needs the file to draw and at least one of results")
         draw_results([r for file in args.figure[1:] for r in json.loads(Path(file).read_text())], args.figure[0])
         return
     with TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
                     results.write(json.dumps(result).encode() + b"\n")
                     num_errors += "error" in result
                 results.flush()
-                bar.set_postfix({"errors": num_errors} if num_errors else {}, refresh=False)
+                bar.set_postfix_str(f"{num_errors} errors" if num_errors else "", refresh=False)
                 bar.update(len(batch))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from nanovllm import LLM
 from nanovllm.__main__ import main, restore
 
 ROOT = Path(__file__).parents[1]
@@ -168,8 +169,6 @@ def test_lines_and_flags_say_how_to_sample(run: Any) -> None:
 
 
 def test_a_long_file_is_never_queued_whole(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm import LLM
-
     queued: list[int] = []
     written: list[int] = []
     step = LLM.step
@@ -212,7 +211,7 @@ def test_a_wrong_flag_is_an_error_before_anything_is_written(run: Any, flags: li
     assert not run.output.exists() or not run.output.read_bytes()
 
 
-def test_a_conversation_remembers_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_model: str) -> None:
+def test_a_conversation_goes_on_after_ctrl_c_and_ends_at_ctrl_d(tiny_model: str) -> None:
     process = start("chat", tiny_model, *SMALL, "--temperature", "0", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin and process.stdout
     watchdog = Timer(60, process.kill)
@@ -243,3 +242,30 @@ def test_a_conversation_remembers_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_model:
     assert process.communicate()[1] == ""
     watchdog.cancel()
     assert process.returncode == 0
+
+
+def test_a_conversation_remembers_its_turns_until_they_are_too_long(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    questions = ["Who are you?", "list all prime numbers within 100", "And then?", "Who are you?"]
+    prompts: list[list[int]] = []
+    stream = LLM.stream
+
+    def watch(llm: LLM, prompt: list[int], params: Any) -> Any:
+        prompts.append(prompt)
+        return stream(llm, prompt, params)
+
+    def read(prompt: str) -> str:
+        if not questions:
+            raise EOFError
+        return questions.pop(0)
+
+    monkeypatch.setattr(LLM, "stream", watch)
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "argv", ["", "chat", tiny_model, *SMALL, "--temperature", "0", "--max-model-len", "120"])
+    main()
+    answers = capsys.readouterr().out.splitlines()
+    assert len(answers[0]) > 100 and answers[0] == answers[3], "without max_tokens an answer is whole"
+    assert prompts[1][: len(prompts[0])] == prompts[0] and len(prompts[1]) > len(prompts[0]) + 40
+    assert "must be" in answers[2] and answers[2].endswith("the conversation starts anew")
+    assert prompts[3] == prompts[0]
