@@ -184,7 +184,7 @@ def run_transformers(work: Workload, args: argparse.Namespace, model: str) -> di
 
 
 def run_vllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Written from vLLM's documentation: no test runs it, only a stand-in for its two classes."""
+    """By vLLM's public classes; the tests have a stand-in for them."""
     from vllm import LLM, SamplingParams
 
     start = time.perf_counter()
