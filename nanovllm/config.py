@@ -156,6 +156,12 @@ class Config:
             )
         self.hf = ModelConfig.from_folder(folder)
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
+        size, heads, kv_heads = self.tensor_parallel_size, self.hf.num_attention_heads, self.hf.num_key_value_heads
+        if heads % size or (kv_heads % size and size % kv_heads):
+            self._fail(
+                "tensor_parallel_size",
+                f"a divisor of the {heads} attention heads, and a divisor or a multiple of the {kv_heads} KV heads",
+            )
 
     def _fail(self, name: str, allowed: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from itertools import accumulate
 from os.path import commonprefix
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,9 @@ class ModelRunner:
 
     def __init__(self, config: Config, parallel: Parallel | None = None) -> None:
         self.config, self.parallel = config, parallel or Parallel()
-        self.device = _pick_device(config.device)
+        # by batch size and whether a shared prefix is read once
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.device = pick_device(config.device)
         self.is_cuda = self.device.type == "cuda"
         self.dtype = _pick_dtype(config, self.device)
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
@@ -105,13 +108,11 @@ class ModelRunner:
             torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
         )
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
-        # by batch size and whether a shared prefix is read once
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if self.is_cuda:  # graphs share memory only within one pool and one stream
             self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
-        self.num_kvcache_blocks = self._count_blocks()
+        self.num_kvcache_blocks = self.parallel.minimum(self._count_blocks(), self.device)
         try:
             self._allocate_cache(self.num_kvcache_blocks)
         except (RuntimeError, MemoryError) as error:  # of a GPU, of a CPU
@@ -142,11 +143,19 @@ class ModelRunner:
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
         if batch.is_prefill:
-            return PendingIds(self._prefill(batch))
-        return PendingIds(self._decode(batch), self.order)
+            n = batch.num_sampled
+            return PendingIds(self.prefill(batch.seqs, n, _early_stops(batch.seqs[:n])))
+        return PendingIds(self.decode(*self._plan_decode(batch)), self.order)
 
-    def _prefill(self, batch: Batch) -> torch.Tensor:
-        seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
+    def check(self) -> None:
+        """Raise `EngineError` if another rank has failed, so that ids may be rubbish; here there is none."""
+
+    def prefill(self, seqs: list[Sequence], n: int, masked: list[tuple[int, int]]) -> torch.Tensor:
+        """Compute what is scheduled of `seqs` and sample for the first `n`: ids [n].
+
+        masked: (row, token id) of what must not be sampled.
+        """
+        block_size = self.config.kvcache_block_size
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         key_lens = [start + length for start, length in zip(starts, query_lens)]
@@ -161,7 +170,7 @@ class ModelRunner:
         ) = to_device(
             [
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
-                np.concatenate([np.array(s.token_ids[a:b], dtype=np.int32) for s, a, b in zip(seqs, starts, key_lens)]),
+                np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
                 np.concatenate(positions),
                 np.concatenate([t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),
@@ -186,38 +195,60 @@ class ModelRunner:
         if not n:
             return rows[:0].long()
         logits = self.model.compute_logits(hidden[last])
-        self._mask_early_stops(logits, seqs[:n])
+        self._mask(logits, masked)
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
         return ids
 
-    def _decode(self, batch: Batch) -> torch.Tensor:
-        n = len(batch.seqs)
-        slots = [seq.slot for seq in batch.seqs]
-        size = next((s for s in self.graph_sizes if s >= n), n)
-        arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
+    def _plan_decode(self, batch: Batch) -> tuple[Any, ...]:
+        """The arguments of `decode`, of a size that does not depend on the length of the sequences."""
+        seqs = batch.seqs
+        slots = [seq.slot for seq in seqs]
+        changed = None
         if slots != self.slots_on_device:
             # the longest first: attention ends sooner if the programs that start last have least to do
-            self.order = sorted(range(n), key=lambda i: -batch.seqs[i].num_cached_tokens)
-            rows = [slots[i] for i in self.order] + [self.slots.padding_row] * (size - n)
-            shared_blocks = commonprefix([seq.block_table for seq in batch.seqs])  # noqa: RUF071 (of lists)
+            self.order = sorted(range(len(seqs)), key=lambda i: -seqs[i].num_cached_tokens)
+            shared_blocks = commonprefix([seq.block_table for seq in seqs])  # noqa: RUF071 (of lists)
             shared = len(shared_blocks) * self.config.kvcache_block_size
-            self.reads_shared = self.backend.reads_shared_prefix(n, shared)
-            self.has_min_tokens = any(seq.min_tokens for seq in batch.seqs)
+            changed = [slots[i] for i in self.order], shared, self.backend.reads_shared_prefix(len(seqs), shared)
+            self.has_min_tokens = any(seq.min_tokens for seq in seqs)
+            self.slots_on_device = slots
+        masked = _early_stops([seqs[i] for i in self.order]) if self.has_min_tokens else []
+        key_lens = None if self.graph_sizes else [seqs[i].num_cached_tokens + 1 for i in self.order]
+        return len(seqs), batch.new_blocks, changed, masked, key_lens
+
+    def decode(
+        self,
+        n: int,
+        new_blocks: list[tuple[int, int, int]],
+        changed: tuple[list[int], int, bool] | None,
+        masked: list[tuple[int, int]],
+        key_lens: list[int] | None,
+    ) -> torch.Tensor:
+        """One token for each of the `n` sequences on the device: ids [n] in their order there.
+
+        changed: their slots, the keys that all share, whether to read those once; `None` if all is as in the last step.
+        key_lens: keys of each, those of this step included; only without graphs.
+        """
+        size = next((s for s in self.graph_sizes if s >= n), n)
+        arrays = [np.array(new_blocks, dtype=np.int32).reshape(-1, 3).T]
+        if changed:
+            slots, shared, self.reads_shared = changed
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 self._capture(size, self.reads_shared)
-            self.slots_on_device = slots
+            rows = slots + [self.slots.padding_row] * (size - n)
             arrays += [np.array(rows, dtype=np.int32), np.array([shared], dtype=np.int32)]
-        if len(arrays) > 1 or batch.new_blocks:
-            (slot, index, block_id), *changed = to_device(arrays, self.device)
+        if changed or new_blocks:
+            (slot, index, block_id), *on_device = to_device(arrays, self.device)
             self.slots.block_tables[slot, index] = block_id
-            if changed:
-                self.rows[:size], self.shared_len[:] = changed
+            if on_device:
+                self.rows[:size], self.shared_len[:] = on_device
         if self.graph_sizes:
             self.graphs[size, self.reads_shared].replay()
         else:
-            self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
-        if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
+            self._decode_step(n, key_lens)
+        if masked:
+            self._mask(self.logits, masked)
             self._sample_into_slots(n)
         return self.token_ids[:n]
 
@@ -243,20 +274,13 @@ class ModelRunner:
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
 
-    def _mask_early_stops(self, logits: torch.Tensor, seqs: list[Sequence]) -> bool:
-        """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
+    def _mask(self, logits: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Rule out the (row, token id) `pairs` as far as the ids are in this rank's share of the vocabulary."""
         start = self.sampler.vocab_start
-        masked = [
-            (i, stop_id - start)
-            for i, seq in enumerate(seqs)
-            if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
-            for stop_id in seq.stop_ids
-            if 0 <= stop_id - start < logits.shape[1]
-        ]
-        if masked:
-            row, column = to_device([np.array(masked, dtype=np.int32).T], logits.device)[0]
+        mine = [(row, token_id - start) for row, token_id in pairs if 0 <= token_id - start < logits.shape[1]]
+        if mine:
+            row, column = to_device([np.array(mine, dtype=np.int32).T], logits.device)[0]
             logits[row, column] = -torch.inf
-        return bool(masked)
 
     # Memory and graphs
 
@@ -348,13 +372,23 @@ class ModelRunner:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.graph_stream):
-            graph.capture_begin(pool=self.graph_pool)
+            # other threads, as NCCL's own, may go on calling CUDA
+            graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
             try:
                 self._decode_step(size)
             finally:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
-        self.slots_on_device = []
+
+
+def _early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
+    """(row, stop id) of the sequences that have not reached `min_tokens`."""
+    return [
+        (row, stop_id)
+        for row, seq in enumerate(seqs)
+        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
+        for stop_id in seq.stop_ids
+    ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -369,7 +403,7 @@ def _graph_sizes(most: int) -> list[int]:
     return [*(s for s in (1, 2, 4, 8) if s < most), *range(16, most, 16), most]
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
     if name == "cpu" or not torch.cuda.is_available():

@@ -1,7 +1,6 @@
 """Sampler: from logits to token ids, on the device and without a sort."""
 
 import torch
-import torch.distributed as dist
 
 from nanovllm.kernels.sampling import sample, sample_with_scores
 from nanovllm.utils.parallel import Parallel
@@ -25,8 +24,6 @@ class Sampler:
         if self.parallel.size == 1:
             return sample(logits, temperatures, seeds, positions)
         scores, ids = sample_with_scores(logits, temperatures, seeds, positions, self.vocab_start)
-        mine = torch.stack([scores.double(), ids.double()])
-        every = mine.new_empty(self.parallel.size, *mine.shape)
-        dist.all_gather_into_tensor(every, mine)
+        every = self.parallel.all_gather(torch.stack([scores.double(), ids.double()]))
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id
         return every[:, 1].gather(0, best)[0].long()
