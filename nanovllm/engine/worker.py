@@ -53,11 +53,10 @@ class LeadRunner(ModelRunner):
             super().__init__(config, parallel)
             self.ranks.wait_for("built")
         except BaseException as error:
-            failure = self.ranks.explain(error)
-            getattr(self, "graphs", {}).clear()
-            self.ranks.close()
-            if failure:
-                raise failure from error
+            try:
+                self.ranks.blame(error)
+            finally:
+                _end(getattr(self, "graphs", {}), self.ranks)
             raise
         # also without `exit`, when the runner is collected or the interpreter ends
         self._end = finalize(self, _end, self.graphs, self.ranks)
@@ -93,10 +92,10 @@ class LeadRunner(ModelRunner):
             if self.ranks.failed:
                 raise RuntimeError("a rank has ended")
         except BaseException as error:
-            failure = self.ranks.explain(error)
-            self.exit()
-            if failure:
-                raise failure from error
+            try:
+                self.ranks.blame(error)
+            finally:
+                self.exit()
             raise
 
 
@@ -109,6 +108,7 @@ class Ranks:
     def __init__(self, config: Config, device: torch.device) -> None:
         self.failed = self.closed = False
         self.parallel = Parallel()
+        self.watcher: threading.Thread | None = None
         self.reports: list[tuple[float, type[EngineError], str]] = []
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -149,7 +149,8 @@ class Ranks:
     def watch(self, parallel: Parallel) -> None:
         """From now on the end of a process ends what rank 0 waits for on its GPU."""
         self.parallel = parallel
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+        self.watcher.start()
 
     def _watch(self) -> None:
         wait([process.sentinel for process in self.processes])
@@ -157,13 +158,17 @@ class Ranks:
             self.failed = True
             self.parallel.leave()
 
-    def explain(self, error: BaseException) -> EngineError | None:
-        """The first failure of another rank, if there is one behind an `error` of rank 0."""
+    def blame(self, error: BaseException) -> None:
+        """After an error of rank 0: raise the first failure of another rank, if there is one behind it."""
         self.failed = True
         if not isinstance(error, Exception) or isinstance(error, (ValueError, EngineError)):
-            return None
-        wait([process.sentinel for process in self.processes], BLAME_SECONDS)
+            return
+        alive, deadline = [process.sentinel for process in self.processes], monotonic() + BLAME_SECONDS
+        while alive and (ended := wait(alive, max(0.0, deadline - monotonic()))):
+            alive = [sentinel for sentinel in alive if sentinel not in ended]
+            deadline = min(deadline, monotonic() + 0.5)  # the first one takes others along; find out which it was
         for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes), 1):
+            process.join(0 if process.sentinel in alive else 1)
             with suppress(EOFError, OSError):
                 while pipe.poll():
                     if isinstance(message := pipe.recv(), tuple):
@@ -173,10 +178,9 @@ class Ranks:
             elif process.exitcode is not None:
                 text = f"rank {rank} ended; the main module of a script needs its `if __name__ == '__main__':`"
                 self.reports.append((monotonic(), EngineError, text))
-        if not self.reports:
-            return None
-        _, kind, text = min(self.reports, key=lambda report: report[0])
-        return kind(text)
+        if self.reports:
+            _, kind, text = min(self.reports, key=lambda report: report[0])
+            raise kind(text) from error
 
     def close(self) -> None:
         """End the processes; no graph of rank 0 may hold a collective any more."""
@@ -190,6 +194,10 @@ class Ranks:
                 process.kill()
                 process.join()
         self.parallel.leave()
+        if self.watcher:
+            self.watcher.join()
+        for process in self.processes:
+            process.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
