@@ -48,7 +48,7 @@ def ids_of(llm: LLM, prompts: list[list[int]], params: Any) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
     folder = save_random_qwen3(tmp_path_factory.mktemp("odd"), **ODD_SHAPE)
-    return ask_transformers(folder, [(length, 6, 20) for length in (1, 15, 16, 17, 40, 100)])
+    return ask_transformers(folder, [(length, 4, 20) for length in (1, 15, 16, 17, 40, 100)])
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def odd_on_4(odd: Oracle) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def tiny_on(tiny_model: str) -> Iterator[dict[int, LLM]]:
     """Engines of 2 and 4 ranks, alive at the same time (and with `odd_on_4`)."""
-    with engine(tiny_model, 2) as two, engine(tiny_model, 4) as four:
+    with engine(tiny_model, 2, num_kvcache_blocks=14) as two, engine(tiny_model, 4) as four:
         yield {2: two, 4: four}
 
 
@@ -77,8 +77,7 @@ def no_watermark(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 # Right
 
 
-@BOTH
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "overlap"), [(2, False), (2, True), (4, True)])
 def test_golden_answers_are_exact_with_chunks_prefix_hits_and_preemption(
     tiny_on: dict[int, LLM], monkeypatch: pytest.MonkeyPatch, size: int, overlap: bool
 ) -> None:
@@ -86,12 +85,13 @@ def test_golden_answers_are_exact_with_chunks_prefix_hits_and_preemption(
     monkeypatch.setattr(llm, "overlap", overlap)
     no_watermark(llm, monkeypatch)
     before = llm.stats()
-    for part in (GOLDEN[:16], GOLDEN[:1]):
+    answers = GOLDEN[::2] if size == 2 else sorted(GOLDEN, key=lambda answer: len(answer["token_ids"]))[:8]
+    for part in (answers, answers[-1:], answers[-1:]):
         prompts = [answer["prompt_token_ids"] for answer in part]
         assert ids_of(llm, prompts, SamplingParams(temperature=0, max_tokens=300)) == [a["token_ids"] for a in part]
     after = llm.stats()
     assert after["cached_prompt_tokens"] > before["cached_prompt_tokens"]
-    assert after["preemptions"] > before["preemptions"]
+    assert after["preemptions"] > before["preemptions"] or size == 4
 
 
 @BOTH
@@ -100,8 +100,10 @@ def test_2_kv_heads_and_1023_ids_on_4_ranks_give_the_tokens_of_transformers(
 ) -> None:
     monkeypatch.setattr(odd_on_4, "overlap", overlap)
     no_watermark(odd_on_4, monkeypatch)
+    before = odd_on_4.stats()["preemptions"]
     for prompts, expected in ((odd.prompts, odd.tokens), (odd.prompts[:1], odd.tokens[:1])):
         assert ids_of(odd_on_4, prompts, greedy()) == expected
+    assert odd_on_4.stats()["preemptions"] > before
     assert {token_id * 4 // 1024 for tokens in odd.tokens for token_id in tokens} == {0, 1, 2, 3}
 
 
@@ -243,7 +245,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
         (rank_faults.HasNoMemory, OutOfMemoryError, r"7 MiB are missing"),
         (rank_faults.IsKilledWhenBuilt, EngineError, r"rank . was ended by signal 9"),
         (rank_faults.is_killed_at_once, EngineError, r"rank . was ended by signal 9"),
-        (rank_faults.is_killed_while_connecting, EngineError, r"rank . was ended by signal 9"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -253,7 +254,17 @@ def test_an_error_in_the_constructor_of_a_rank_reaches_the_caller(
     faulty(monkeypatch, fault)
     start = time.monotonic()
     with pytest.raises(error, match=part):
-        engine(small_model, 2 if fault is rank_faults.HasNoMemory else 3)
+        engine(small_model, 2)
+    assert time.monotonic() - start < 15
+
+
+def test_a_rank_that_is_killed_while_the_ranks_connect_is_an_error(
+    small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty(monkeypatch, rank_faults.is_killed_while_connecting)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
+        engine(small_model, 2)
     assert time.monotonic() - start < 15
 
 
@@ -311,15 +322,14 @@ def test_ctrl_c_between_and_during_steps_leaves_a_working_engine(tiny_on: dict[i
     answer = GOLDEN[0]
     for process in llm.runner.ranks.processes:
         os.kill(process.pid, signal.SIGINT)  # a terminal sends it to all
-    for i in range(10):
+    for i in range(6):
         timer = threading.Timer(0.02 + 0.013 * i, os.kill, (os.getpid(), signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             timer.start()
             while True:
                 ids_of(llm, [a["prompt_token_ids"] for a in GOLDEN[:8]], greedy(100))
         timer.join()
-        params = SamplingParams(temperature=0, max_tokens=300)
-        assert ids_of(llm, [answer["prompt_token_ids"]], params) == [answer["token_ids"]]
+        assert ids_of(llm, [answer["prompt_token_ids"]], greedy()) == [answer["token_ids"][:20]]
     assert llm.stats()["num_running"] == 0
 
 
@@ -350,7 +360,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("end", "code"), [("", 0), ("del llm", 0), ("1 / 0", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)]
+    ("end", "code"), [("", 0), ("del llm; 1 / 0", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)]
 )
 def test_a_script_without_exit_leaves_nothing_however_it_ends(
     small_model: str, tmp_path: Path, end: str, code: int

@@ -15,8 +15,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from tempfile import mkdtemp
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 from weakref import finalize
 
@@ -48,9 +49,7 @@ class LeadRunner(ModelRunner):
         self.ranks = Ranks(config, device)
         try:
             self.ranks.wait_for("ready to connect")
-            parallel = Parallel.connect(0, size, device, self.ranks.folder)
-            self.ranks.watch(parallel)
-            super().__init__(config, parallel)
+            super().__init__(config, self.ranks.connect(device))
             self.ranks.wait_for("built")
         except BaseException as error:
             try:
@@ -146,11 +145,27 @@ class Ranks:
                     raise RuntimeError("a rank has failed")
                 waiting.remove(pipe)
 
-    def watch(self, parallel: Parallel) -> None:
-        """From now on the end of a process ends what rank 0 waits for on its GPU."""
-        self.parallel = parallel
+    def connect(self, device: torch.device) -> Parallel:
+        """The group as rank 0 sees it. From now on the end of a process ends what rank 0 waits for on its GPU."""
+        results: SimpleQueue[Parallel | Exception] = SimpleQueue()
+
+        def connect() -> None:
+            try:
+                results.put(Parallel.connect(0, len(self.processes) + 1, device, self.folder))
+            except Exception as error:
+                results.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()  # one that a dead rank may leave waiting
+        while results.empty():
+            if not all(process.is_alive() for process in self.processes):
+                raise RuntimeError("a rank has ended")
+            sleep(0.01)
+        if isinstance(result := results.get(), Exception):
+            raise result
+        self.parallel = result
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.watcher.start()
+        return result
 
     def _watch(self) -> None:
         wait([process.sentinel for process in self.processes])

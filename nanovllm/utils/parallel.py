@@ -11,8 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks connect once all of their processes are ready for it; then only a dead one can keep the others waiting.
-CONNECT_TIMEOUT = timedelta(seconds=8)
+CONNECT_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(slots=True)
@@ -29,7 +28,9 @@ class Parallel:
         store = dist.FileStore(f"{folder}/store", size)
         store.set_timeout(CONNECT_TIMEOUT)
         if device.type == "cuda":
-            return cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
+            self = cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
+            self.minimum(0, device)  # the first collective is what connects
+            return self
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
