@@ -46,23 +46,16 @@ class LeadRunner(ModelRunner):
         device, size = pick_device(config.device), config.tensor_parallel_size
         if device.type == "cuda" and torch.cuda.device_count() < size:
             raise ValueError(f"tensor_parallel_size={size}: must be at most the {torch.cuda.device_count()} GPUs")
-        self.ranks = Ranks(config, device)
-        try:
-            self.ranks.wait_for("ready to connect")
-            super().__init__(config, self.ranks.connect(device))
+        self.ranks = Ranks()
+        self._end = finalize(self, _end, vars(self), self.ranks)  # by itself if nobody calls `exit`
+        with self._guard():
+            super().__init__(config, self.ranks.start(config, device))
             self.ranks.wait_for("built")
-        except BaseException as error:
-            try:
-                self.ranks.blame(error)
-            finally:
-                _end(getattr(self, "graphs", {}), self.ranks)
-            raise
-        # also without `exit`, when the runner is collected or the interpreter ends
-        self._end = finalize(self, _end, self.graphs, self.ranks)
 
     def exit(self) -> None:
         if self._end.alive:
-            super().exit()
+            if hasattr(self, "num_kvcache_blocks"):  # all built
+                super().exit()
             self._end()
 
     def launch(self, batch: Batch) -> PendingIds:
@@ -104,28 +97,45 @@ class Ranks:
     failed: set as soon as one of them has ended by itself.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.failed = self.closed = False
+        self.folder = mkdtemp(prefix="nanovllm-")
         self.parallel = Parallel()
-        self.watcher: threading.Thread | None = None
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.reports: list[tuple[float, type[EngineError], str]] = []
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
-        self.folder = mkdtemp(prefix="nanovllm-")
-        context = multiprocessing.get_context("spawn")
-        threads = max(1, torch.get_num_threads() // config.tensor_parallel_size)
-        try:
-            for rank in range(1, config.tensor_parallel_size):
-                ours, theirs = context.Pipe()
-                self.pipes.append(ours)
-                args = (rank, config, device, self.folder, threads, theirs)
-                process = context.Process(target=serve, args=args, daemon=True)
-                process.start()
-                self.processes.append(process)
-                theirs.close()
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self, config: Config, device: torch.device) -> Parallel:
+        """Start the processes and connect with them."""
+        context, size = multiprocessing.get_context("spawn"), config.tensor_parallel_size
+        threads = max(1, torch.get_num_threads() // size)
+        for rank in range(1, size):
+            ours, theirs = context.Pipe()
+            self.pipes.append(ours)
+            args = (rank, config, device, self.folder, threads, theirs)
+            process = context.Process(target=serve, args=args, daemon=True)
+            process.start()
+            self.processes.append(process)
+            theirs.close()
+        self.wait_for("ready to connect")
+        results: SimpleQueue[Parallel | Exception] = SimpleQueue()
+
+        def connect() -> None:
+            try:
+                results.put(Parallel.connect(0, size, device, self.folder))
+            except Exception as error:
+                results.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()  # a rank that dies may leave it waiting
+        while results.empty() and all(process.is_alive() for process in self.processes):
+            sleep(0.01)
+        result = results.get() if not results.empty() else RuntimeError("a rank has ended")
+        if isinstance(result, Exception):
+            raise result
+        self.parallel = result
+        self.watcher.start()
+        return result
 
     def send(self, name: str, args: tuple[Any, ...]) -> None:
         """Let all of them call the method `name` of their runner."""
@@ -135,43 +145,21 @@ class Ranks:
 
     def wait_for(self, word: str) -> None:
         """Until all have sent `word`; `RuntimeError` or `EOFError` if one has failed."""
-        waiting = list(self.pipes)
+        waiting: list[Any] = list(self.pipes)
         while waiting:
+            pipe: Any
             for pipe in wait(waiting):
-                assert isinstance(pipe, Connection)
-                message = pipe.recv()
-                if message != word:
+                if (message := pipe.recv()) != word:
                     self.reports.append(message)
                     raise RuntimeError("a rank has failed")
                 waiting.remove(pipe)
 
-    def connect(self, device: torch.device) -> Parallel:
-        """The group as rank 0 sees it. From now on the end of a process ends what rank 0 waits for on its GPU."""
-        results: SimpleQueue[Parallel | Exception] = SimpleQueue()
-
-        def connect() -> None:
-            try:
-                results.put(Parallel.connect(0, len(self.processes) + 1, device, self.folder))
-            except Exception as error:
-                results.put(error)
-
-        threading.Thread(target=connect, daemon=True).start()  # one that a dead rank may leave waiting
-        while results.empty():
-            if not all(process.is_alive() for process in self.processes):
-                raise RuntimeError("a rank has ended")
-            sleep(0.01)
-        if isinstance(result := results.get(), Exception):
-            raise result
-        self.parallel = result
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
-        return result
-
     def _watch(self) -> None:
+        """The end of a process ends what rank 0 waits for on its GPU."""
         wait([process.sentinel for process in self.processes])
         if not self.closed:
             self.failed = True
-            self.parallel.leave()
+            self.parallel.leave(stuck=True)
 
     def blame(self, error: BaseException) -> None:
         """After an error of rank 0: raise the first failure of another rank, if there is one behind it."""
@@ -198,26 +186,25 @@ class Ranks:
             raise kind(text) from error
 
     def close(self) -> None:
-        """End the processes; no graph of rank 0 may hold a collective any more."""
+        """End the processes and leave the group."""
         self.closed = True
         for pipe in self.pipes:
             pipe.close()
         deadline = monotonic() + (0 if self.failed else EXIT_SECONDS)
         for process in self.processes:
             process.join(max(0.0, deadline - monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
+            process.kill()
+            process.join()
         self.parallel.leave()
-        if self.watcher:
+        if self.watcher.is_alive():
             self.watcher.join()
         for process in self.processes:
             process.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _end(graphs: dict[Any, Any], ranks: Ranks) -> None:
-    graphs.clear()
+def _end(runner: dict[str, Any], ranks: Ranks) -> None:
+    runner.get("graphs", {}).clear()  # before the communicators they use
     ranks.close()
 
 
@@ -238,13 +225,10 @@ def _delayed_interrupts() -> Iterator[None]:
         handler(*caught[0])
 
 
-# In the other processes
-
-
 def serve(
     rank: int, config: Config, lead_device: torch.device, folder: str, num_threads: int, pipe: Connection
 ) -> None:
-    """The life of a rank above 0."""
+    """The life of a rank above 0, in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
     threading.Thread(target=_leave_with_parent, args=(folder,), daemon=True).start()
     try:
@@ -256,9 +240,9 @@ def serve(
         parallel = Parallel.connect(rank, config.tensor_parallel_size, device, folder)
         runner = ModelRunner(config, parallel)
         pipe.send("built")
-        with torch.inference_mode():
-            while message := _receive(pipe):
-                name, args = pickle.loads(message)
+        with suppress(EOFError), torch.inference_mode():
+            while True:
+                name, args = pickle.loads(pipe.recv_bytes())
                 getattr(runner, name)(*args)
         runner.exit()
         parallel.leave()
@@ -268,13 +252,6 @@ def serve(
         with suppress(OSError):
             pipe.send((monotonic(), kind, f"rank {rank} failed:\n{traceback.format_exc()}"))
         os._exit(1)  # at once, whatever a GPU waits for
-
-
-def _receive(pipe: Connection) -> bytes:
-    try:
-        return pipe.recv_bytes()
-    except (EOFError, OSError):
-        return b""
 
 
 def _leave_with_parent(folder: str) -> None:
