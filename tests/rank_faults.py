@@ -1,4 +1,4 @@
-"""Ranks that fail on purpose, to be run in place of `nanovllm.engine.worker.serve` (by name, in a spawned process)."""
+"""Ranks that fail on purpose or have another setting: what a spawned process runs in place of `worker.serve`."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm import OutOfMemoryError
 from nanovllm.engine import worker
+from nanovllm.utils import parallel
 
 
 class FailsWhenBuilt(worker.ModelRunner):
@@ -50,4 +51,9 @@ def is_killed_at_once(*args: Any) -> None:
 
 def is_killed_while_connecting(*args: Any) -> None:
     worker.Parallel.connect = is_killed_at_once  # type: ignore[method-assign,assignment]
+    worker.serve(*args)
+
+
+def serve_with_nccl_alone(*args: Any) -> None:
+    parallel.SYMMETRIC_MEMORY = False
     worker.serve(*args)

@@ -60,6 +60,8 @@ class Parallel:
 
     def all_reduce(self, x: torch.Tensor, op: str = "SUM") -> torch.Tensor:
         """Sum of `x` over the ranks, in `x` or a new tensor."""
+        if self.size == 1:
+            return x
         kind = all_reduce_kind(x.nbytes)
         if self.buffer is not None and kind != "nccl" and op == "SUM" and x.dtype in (torch.bfloat16, torch.float32):
             shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
@@ -67,10 +69,9 @@ class Parallel:
                 return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self.name)
             shared.copy_(x)
             return torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self.name, x)
-        if self.size > 1:
-            options = dist.AllreduceOptions()
-            options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
-            _finish(self.group.allreduce([x], options))
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
+        _finish(self.group.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
