@@ -31,12 +31,11 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config.create(model, **options)
-        if (size := self.config.tensor_parallel_size) > 1:
-            raise ValueError(f"tensor_parallel_size={size}: must be 1, more ranks are not supported yet")
         # imported late: `import nanovllm` stays cheap, and options are checked before torch is loaded
         from nanovllm.engine.model_runner import ModelRunner
+        from nanovllm.engine.worker import LeadRunner
 
-        self.runner = ModelRunner(self.config)
+        self.runner = (LeadRunner if self.config.tensor_parallel_size > 1 else ModelRunner)(self.config)
         Sequence.block_size = self.config.kvcache_block_size
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.config.hf.eos_token_ids)
         self.overlap = self.config.async_scheduling and self.runner.is_cuda
@@ -197,6 +196,7 @@ class LLMEngine:
             while len(self.in_flight) > (1 if self.overlap and batch else 0):
                 batch_done, result = self.in_flight.popleft()
                 ids = result.tolist()
+                self.runner.check()
                 for seq, entries, entry in result.logprobs():
                     if not seq.is_finished:  # else the row is dropped
                         entries.append(entry)

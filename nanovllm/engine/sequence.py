@@ -139,6 +139,12 @@ class Sequence:
         self.last_token = token_id
         self.num_tokens += 1
 
+    @property
+    def scheduled_token_ids(self) -> list[int]:
+        """The ids that this step computes, also where the state of a chunk has brought no others."""
+        start, length = self.num_cached_tokens, self.num_scheduled_tokens
+        return self.token_ids if len(self.token_ids) == length else self.token_ids[start : start + length]
+
     def __getstate__(self) -> tuple[Any, ...]:
         """What another rank needs for one step.
 
