@@ -182,9 +182,9 @@ def message_sizes(folder: str, prompts: list[list[int]], max_tokens: int, **opti
         runner: Any = llm.runner
         runner.graph_sizes = [512]  # as on a GPU: no lengths on the host
 
-        def run(name: str, n: int, *args: Any) -> torch.Tensor:
+        def run(name: str, n: int, *args: Any) -> tuple[torch.Tensor, list[Any]]:
             ranks.send(name, (n, *args))
-            return torch.full((n if name == "decode" else args[0],), 5)
+            return torch.full((n if name == "decode" else args[0],), 5), []
 
         runner.prefill, runner.decode = partial(run, "prefill"), partial(run, "decode")
         for part in (prompts[:1], prompts):  # the first fills the cache
