@@ -64,10 +64,19 @@ def answers(rows: list[dict[str, Any]]) -> list[tuple[int, list[int]]]:
     return sorted((row["id"], list(row["token_ids"])) for row in rows if row["error"] is None)
 
 
-def test_two_engines_answer_as_one_call_of_generate(cluster: str, tiny_model: str) -> None:
+def test_the_script_of_the_readme_answers_as_one_call_of_generate(
+    cluster: str, tiny_model: str, tmp_path: Path
+) -> None:
+    script = re.search(r"<!-- ray script -->\s*```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
+    assert script
+    (tmp_path / "batch.py").write_text(script[1], "utf-8")
     rows = make_rows()
-    ds = generate(ray.data.from_items(rows), tiny_model, IDS_ONLY, num_engines=2, batch_size=25, **OPTIONS)
-    assert answers(ds.take_all()) == expected(tiny_model, rows)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    options = f"--num-engines 2 --device cpu --address {cluster}"
+    command = [sys.executable, "batch.py", tiny_model, str(source), str(target), *options.split()]
+    subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
+    assert answers(pq.read_table(target).to_pylist()) == expected(tiny_model, rows)
 
 
 def test_a_killed_engine_and_a_bad_row_cost_no_other_row(
@@ -111,20 +120,6 @@ def test_sorted_rows_find_their_prefix_in_the_cache(cluster: str, tiny_model: st
     results = generate(ds, tiny_model, IDS_ONLY, num_engines=2, batch_size=32, **options).take_all()
     assert len(results) == 256
     assert sum(row["num_cached_tokens"] for row in results) >= 64 * (256 - 2 * 16)
-
-
-def test_the_script_of_the_readme_runs(cluster: str, tiny_model: str, tmp_path: Path) -> None:
-    script = re.search(r"<!-- ray script -->\s*```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
-    assert script
-    (tmp_path / "batch.py").write_text(script[1], "utf-8")
-    rows = [{"id": i, "prompt": f"list all prime numbers within {i}", "max_tokens": 5} for i in range(30)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    command = f"batch.py {tiny_model} {tmp_path}/in.jsonl {tmp_path}/out --num-engines 2 --device cpu --address {cluster} --sort-by prompt"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *command.split()], cwd=tmp_path, env=env, check=True, timeout=120)
-    results = pq.read_table(tmp_path / "out").to_pylist()
-    assert sorted(row["id"] for row in results) == list(range(30))
-    assert all(row["error"] is None and len(row["token_ids"]) <= 5 for row in results)
 
 
 # One actor, without Ray
