@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 
@@ -44,6 +45,7 @@ class LLMActor:
         self.params = sampling_params or SamplingParams()
         self.template_options = {"add_generation_prompt": True, **options.pop("chat_template_kwargs", {})}
         self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
+        self.thread = ThreadPoolExecutor(1)
         self.outputs: dict[int, dict[str, Any]] = {}
 
     async def __call__(self, table: pa.Table) -> pa.Table:
@@ -51,12 +53,16 @@ class LLMActor:
             raise ValueError(f"columns {', '.join(taken)} are names of outputs: rename or drop them")
         results: list[dict[str, Any]] = [{}] * len(table)
         pending: dict[int, int] = {}
-        for i, row in enumerate(table.select(_INPUTS.intersection(table.column_names)).to_pylist()):
+        rows = table.select(_INPUTS.intersection(table.column_names)).to_pylist()
+        # in another thread: the engine goes on with the batches before
+        requests = asyncio.get_running_loop().run_in_executor(self.thread, lambda: [*map(self._request, rows)])
+        for i, request in enumerate(await requests):
             try:
-                pending[self.llm.add_request(*self._request(row))] = i
-            except Exception as error:  # also of a template or a tokenizer: one row must not end the job
+                if isinstance(request, Exception):
+                    raise request
+                pending[self.llm.add_request(*request)] = i
+            except (TypeError, ValueError) as error:
                 results[i] = {"error": str(error)}
-            await asyncio.sleep(0)  # steps of the other batches
         while pending:
             self.outputs.update((output["seq_id"], output) for output in self.llm.step())
             for seq_id in pending.keys() & self.outputs.keys():
@@ -74,16 +80,21 @@ class LLMActor:
                 columns[key] = pa.array(values, kind)
         return pa.table(columns)
 
-    def _request(self, row: dict[str, Any]) -> tuple[str | list[int], SamplingParams]:
-        prompt, messages = row.pop("prompt", None), row.pop("messages", None)
-        if (prompt is None) == (messages is None):
-            raise ValueError("a row needs a `prompt` or `messages`, and not both")
-        if messages is not None:
-            # Arrow gives every message the keys of all
-            chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-            text = self.llm.tokenizer.apply_chat_template(chat, tokenize=False, **self.template_options)
-            prompt = self.llm.tokenizer.encode(text, add_special_tokens=False)
-        return prompt, replace(self.params, **{name: value for name, value in row.items() if value is not None})
+    def _request(self, row: dict[str, Any]) -> tuple[list[int], SamplingParams] | Exception:
+        """What `add_request` takes, texts as ids, or why the row is refused."""
+        try:
+            prompt, messages = row.pop("prompt", None), row.pop("messages", None)
+            if (prompt is None) == (messages is None):
+                raise ValueError("a row needs a `prompt` or `messages`, and not both")
+            if messages is not None:
+                # Arrow gives every message the keys of all
+                chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+                prompt = self.llm.tokenizer.apply_chat_template(chat, tokenize=False, **self.template_options)
+            if isinstance(prompt, str):
+                prompt = self.llm.tokenizer.encode(prompt, add_special_tokens=messages is None)
+            return prompt, replace(self.params, **{name: value for name, value in row.items() if value is not None})
+        except Exception as error:  # whatever a template or a tokenizer raises must not end the job
+            return ValueError(str(error))
 
 
 def generate(

@@ -185,8 +185,8 @@ def test_a_column_with_the_name_of_an_output_is_not_overwritten(actor: LLMActor)
 
 
 def test_batches_share_the_engine_and_its_failure(actor: LLMActor, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{**row, "max_tokens": 20} for row in make_rows(16)]
-    first, second = rows[:8], rows[8:]
+    rows = [{**row, "max_tokens": 40} for row in make_rows(16)]
+    first, second = rows[:4], rows[4:]
     steps = actor.llm.stats()["steps"]
     apart = [call(actor, rows)[0] for rows in (first, second)]
     steps_apart = actor.llm.stats()["steps"] - steps

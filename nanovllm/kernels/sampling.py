@@ -131,8 +131,15 @@ def sample_with_scores_triton(
             BLOCK=block, num_warps=warps, **pdl(device),
         )  # fmt: skip
         _best_of_row_kernel[(batch,)](
-            scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks,
-            BLOCK=next_power_of_2(-(-vocab // block)), **pdl(device),  # one size for all numbers of tiles
+            scores,
+            ids,
+            temperatures,
+            out_scores,
+            out_ids,
+            vocab_offset,
+            chunks,
+            BLOCK=next_power_of_2(-(-vocab // block)),
+            **pdl(device),  # one size for all numbers of tiles
         )
     return out_scores, out_ids
 
