@@ -16,6 +16,8 @@ from nanovllm.sampling_params import SamplingParams
 # Batches that an engine works on at once. A batch is done when its longest row is; until then the rows of the others
 # have to keep the engine full: that takes 1 + max_num_seqs / batch_size * (longest / mean output) batches.
 BATCHES_AT_ONCE = 16
+# The pool has to be up by then: longer than loading any model takes.
+START_SECONDS = 1800
 
 _INPUTS = {"prompt", "messages", *(f.name for f in fields(SamplingParams))}
 _IDS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.map_(pa.int32(), pa.float64()))
@@ -112,11 +114,12 @@ def generate(
     host, or with `device="cpu"` half a CPU: tasks that read and sort find room beside an engine on every core.
     Neighbours reach the same engine one after another: sort `ds` by what rows with a common prefix share.
 
-    batch_size: rows of a task. Ray restarts an actor that died and runs its unfinished batches again.
+    batch_size: rows of a task. Work starts when all engines are ready; more than the cluster has room for are an error
+        after half an hour. Ray restarts an actor that died and runs its unfinished batches again.
     """
     on_cpu = options.get("device") == "cpu"
     # a block a batch: nothing that has finished is computed again, and rows spread evenly
-    return ds.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
+    ds = ds.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
         LLMActor,
         fn_constructor_args=(model, sampling_params),
         fn_constructor_kwargs=options,
@@ -130,3 +133,6 @@ def generate(
             max_tasks_in_flight_per_actor=BATCHES_AT_ONCE + 4,  # rows are there before an engine asks
         ),
     )
+    # the first engine to be ready must not take all the tasks of a small job
+    ds.context.wait_for_min_actors_s = START_SECONDS
+    return ds
