@@ -38,6 +38,7 @@ def cluster() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("PYTHONPATH", str(ROOT))  # of its workers
         settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
         ray.init(num_cpus=2, object_store_memory=100 << 20, **settings)
         ray.data.DataContext.get_current().enable_progress_bars = False
