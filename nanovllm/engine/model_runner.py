@@ -218,13 +218,9 @@ class ModelRunner:
         return len(seqs), batch.new_blocks, changed, masked, key_lens
 
     def decode(
-        self,
-        n: int,
-        new_blocks: list[tuple[int, int, int]],
-        changed: tuple[list[int], int, bool] | None,
-        masked: list[tuple[int, int]],
-        key_lens: list[int] | None,
-    ) -> torch.Tensor:
+        self, n: int, new_blocks: list[tuple[int, int, int]], changed: tuple[list[int], int, bool] | None,
+        masked: list[tuple[int, int]], key_lens: list[int] | None,
+    ) -> torch.Tensor:  # fmt: skip
         """One token for each of the `n` sequences on the device: ids [n] in their order there.
 
         changed: their slots, the keys that all share, whether to read those once; `None` if all is as in the last step.
