@@ -154,10 +154,17 @@ def test_heads_that_cannot_be_split_are_refused_before_any_process_starts(
 ) -> None:
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "num_hidden_layers": 1}
     folder = save_random_qwen3(tmp_path, **fields)
-    running = multiprocessing.active_children()
+    running = set(multiprocessing.active_children())
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}.*{heads} attention.*{kv_heads} KV"):
         engine(folder, size)
-    assert multiprocessing.active_children() == running
+    assert set(multiprocessing.active_children()) == running
+
+
+def test_more_ranks_than_a_tiny_vocabulary_has_shares_for_are_refused(tmp_path: Path) -> None:
+    fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
+    folder = save_random_qwen3(tmp_path, **fields)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size=4.*9 token ids"):
+        engine(folder, 4)
 
 
 # Messages
@@ -293,6 +300,16 @@ def test_an_exception_in_a_step_of_a_rank_ends_the_engine_with_its_traceback(
     with pytest.raises(EngineError, match="failed before"):
         ids_of(llm, [[5, 6]], greedy())
     llm.exit()
+
+
+def test_an_error_of_rank_0_in_a_step_ends_the_engine_and_stays_what_it_is(
+    small_model: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    llm = engine(small_model, 2)
+    monkeypatch.setattr(worker.ModelRunner, "decode", lambda *_: 1 / 0)  # the other rank waits for us
+    with pytest.raises(ZeroDivisionError):
+        ids_of(llm, [[5, 6], [7]], greedy())
+    assert llm.runner.ranks.closed
 
 
 @BOTH

@@ -71,8 +71,9 @@ class LeadRunner(ModelRunner):
         return super().decode(*args)
 
     def check(self) -> None:
-        with self._guard():
-            pass
+        if self.ranks.failed:
+            with self._guard():
+                pass
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
