@@ -2,14 +2,16 @@
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Absent:
@@ -60,17 +62,6 @@ def fast_log2(x):
 
 
 @triton.jit
-def cache_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Cache slots, int64 [BLOCK_N], of a sequence's keys from start on; those at or past end may be any valid slot."""
-    offs = start + tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:  # one block holds the whole tile
-        first = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
-        return first + tl.arange(0, BLOCK_N)
-    block = tl.load(table + offs // BLOCK_SIZE, mask=offs < end, other=0).to(tl.int64)
-    return block * BLOCK_SIZE + offs % BLOCK_SIZE
-
-
-@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """Programmatic dependent launch: the next kernel may be launched as soon as all programs of this one have begun."""
     if PDL:
@@ -98,6 +89,17 @@ def pdl(device: torch.device) -> dict[str, bool]:
     if HAS_PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:
+    """`reference`, by way of `kernel` where the first argument is on a GPU."""
+
+    @functools.wraps(reference)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        x: Any = args[0]
+        return (kernel if x.is_cuda else reference)(*args, **kwargs)
+
+    return call
 
 
 def next_power_of_2(n: int) -> int:

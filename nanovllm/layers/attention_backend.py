@@ -137,7 +137,7 @@ class TritonBackend(AttentionBackend):
         if context.shared_len is None:
             return paged_decode(q, *cache, context.context_lens, scale)
         prefix = (context.shared_len, *shared_prefix_triton(q, *cache, context.shared_len, scale))
-        return paged_decode_triton(q, *cache, context.context_lens, scale, num_splits=1, prefix=prefix)
+        return paged_decode_triton(q, *cache, context.context_lens, scale, prefix=prefix)
 
 
 class FlashAttentionBackend(AttentionBackend):
