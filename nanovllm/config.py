@@ -2,20 +2,17 @@
 
 import json
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from nanovllm.errors import CheckpointError, reject_unknown
+from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
 
 DTYPES = ("bfloat16", "float16", "float32")
-_CHOICES = {
-    "device": ("auto", "cuda", "cpu"),
-    "dtype": ("auto", *DTYPES),
-    "attention_backend": ("auto", "flash_attn", "triton", "torch"),
-    "load_format": ("auto", "dummy"),
-}
+_BLOCK_SIZE = Rule("a positive multiple of 16", lambda v: is_integer(v) and v > 0 and v % 16 == 0, int)
+_NUM_BLOCKS = Rule("-1 (what memory allows) or an integer >= 1", lambda v: is_integer(v) and (v == -1 or v >= 1), int)
 # What each rope type that is supported needs beside `rope_theta`.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -50,45 +47,45 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Read `config.json` (and `generation_config.json`); raises `CheckpointError` on a bad one."""
-        raw = _read_json(folder / "config.json")
+        path = folder / "config.json"
+        raw = _read_json(path)
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
 
-        def need(name: str) -> int:
-            value = raw.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be an integer > 0")
+        def size(name: str, default: int | None = None) -> int:
+            value: Any = default if raw.get(name) is None else raw[name]
+            if not is_integer(value) or value <= 0:
+                raise CheckpointError(f"{path}: {name}={value!r} must be an integer > 0")
             return value
 
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures:
-            raise CheckpointError(f"{folder / 'config.json'}: 'architectures' is missing, the model class is unknown")
+            raise CheckpointError(f"{path}: 'architectures' is missing, the model class is unknown")
         for name, accepted in (("quantization_config", None), ("hidden_act", "silu"), ("use_sliding_window", False)):
             if raw.get(name, accepted) not in (accepted, None):
-                raise CheckpointError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not supported")
-        heads = need("num_attention_heads")
-        kv_heads = heads if raw.get("num_key_value_heads") is None else need("num_key_value_heads")
+                raise CheckpointError(f"{path}: {name}={raw[name]!r} is not supported")
+        heads = size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", heads)
         if heads % kv_heads:
             raise CheckpointError(f"{heads} attention heads cannot be grouped over {kv_heads} key/value heads")
-        hidden_size = need("hidden_size")
         eps = raw.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, float) or not 0 < eps < 1:
-            raise CheckpointError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be a number in (0, 1)")
+            raise CheckpointError(f"{path}: rms_norm_eps={eps!r} must be a number in (0, 1)")
         return cls(
             architecture=architectures[0],
-            vocab_size=need("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=need("intermediate_size"),
-            num_hidden_layers=need("num_hidden_layers"),
+            vocab_size=size("vocab_size"),
+            hidden_size=size("hidden_size"),
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=hidden_size // heads if raw.get("head_dim") is None else need("head_dim"),
-            max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=float(eps),
+            head_dim=size("head_dim", size("hidden_size") // heads),
+            max_position_embeddings=size("max_position_embeddings"),
+            rms_norm_eps=eps,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             dtype=_checkpoint_dtype(raw),
-            rope=_rope_settings(raw, folder),
+            rope=_rope_settings(raw, path),
             eos_token_ids=sorted({*_id_list(raw), *_id_list(generation), *_tokenizer_eos(folder)}),
         )
 
@@ -102,21 +99,21 @@ class Config:
     """
 
     model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int = 4096
-    max_num_seqs: int = 512
-    max_num_batched_tokens: int = 16384
-    gpu_memory_utilization: float = 0.9
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int = -1
+    device: Annotated[str, one_of("auto", "cuda", "cpu")] = "auto"
+    dtype: Annotated[str, one_of("auto", *DTYPES)] = "auto"
+    max_model_len: Annotated[int, integer(1)] = 4096
+    max_num_seqs: Annotated[int, integer(1)] = 512
+    max_num_batched_tokens: Annotated[int, integer(1)] = 16384
+    gpu_memory_utilization: Annotated[float, real("a number in (0, 1]", lambda share: 0 < share <= 1)] = 0.9
+    kvcache_block_size: Annotated[int, _BLOCK_SIZE] = 256
+    num_kvcache_blocks: Annotated[int, _NUM_BLOCKS] = -1
     enable_prefix_caching: bool = True
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, integer(1, 8)] = 1
     enforce_eager: bool = False
     async_scheduling: bool = True
-    attention_backend: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
+    attention_backend: Annotated[str, one_of("auto", "flash_attn", "triton", "torch")] = "auto"
+    load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
+    seed: Annotated[int, integer(-(2**63), 2**63 - 1)] = 0
     hf: ModelConfig = field(init=False)
 
     @classmethod
@@ -127,27 +124,9 @@ class Config:
         return cls(model, **options)
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                self._fail(name, f"one of {', '.join(choices)}")
-        self._check_int("max_model_len", 1)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("tensor_parallel_size", 1, 8)
-        self._check_int("seed", -(2**63), 2**63 - 1)
-        self._check_int("kvcache_block_size", 16)
-        if self.kvcache_block_size % 16:
-            self._fail("kvcache_block_size", "a multiple of 16")
-        if self.num_kvcache_blocks != -1:
-            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
-            self._fail("gpu_memory_utilization", "a number in (0, 1]")
-        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                self._fail(name, "True or False")
+        check(self)
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
-            self._fail("model", "the path of a local folder")
+            fail("model", self.model, "the path of a local folder")
         folder = Path(self.model)
         if not folder.is_dir():
             raise ValueError(
@@ -159,21 +138,10 @@ class Config:
         size, heads, kv_heads = self.tensor_parallel_size, self.hf.num_attention_heads, self.hf.num_key_value_heads
         if heads % size or (kv_heads % size and size % kv_heads):
             allowed = f"a divisor of the {heads} attention heads, a divisor or a multiple of the {kv_heads} KV heads"
-            self._fail("tensor_parallel_size", allowed)
+            fail("tensor_parallel_size", size, allowed)
         vocab_size = self.hf.vocab_size
         if -(-vocab_size // size) * (size - 1) >= vocab_size:
-            self._fail("tensor_parallel_size", f"so small that each rank has a share of the {vocab_size} token ids")
-
-    def _fail(self, name: str, allowed: str) -> None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
-
-    def _check_int(self, name: str, low: int, high: int | None = None, allowed: str = "") -> None:
-        value = getattr(self, name)
-        allowed = allowed or (f"an integer >= {low}" if high is None else f"an integer in {low}..{high}")
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            self._fail(name, allowed)
-        if value < low or (high is not None and value > high):
-            self._fail(name, allowed)
+            fail("tensor_parallel_size", size, f"so small that each rank has a share of the {vocab_size} token ids")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -194,21 +162,19 @@ def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _rope_settings(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _rope_settings(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """One dict from transformers 5's `rope_parameters` or 4's `rope_theta` and `rope_scaling`."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
     needed = _ROPE_FIELDS.get(rope["rope_type"])
     if needed is None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}"
-        )
+        raise CheckpointError(f"{path}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}")
     if rope["rope_type"] == "yarn":
         rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     for name in ("rope_theta", *needed):
         if not isinstance(rope.get(name), Real):
-            raise CheckpointError(f"{folder / 'config.json'}: rope setting {name}={rope.get(name)!r} must be a number")
+            raise CheckpointError(f"{path}: rope setting {name}={rope.get(name)!r} must be a number")
     return rope
 
 
@@ -225,6 +191,6 @@ def _tokenizer_eos(folder: Path) -> list[int]:
 def _id_list(raw: dict[str, Any]) -> list[int]:
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(map(is_integer, ids)):
         raise CheckpointError(f"eos_token_id={value!r} in the model's configuration: must be an integer or several")
     return ids
