@@ -54,9 +54,11 @@ class LeadRunner(ModelRunner):
 
     def exit(self) -> None:
         if self._end.alive:
-            if hasattr(self, "num_kvcache_blocks"):  # all built
-                super().exit()
-            self._end()
+            try:
+                if hasattr(self, "num_kvcache_blocks"):  # all built
+                    super().exit()
+            finally:
+                self._end()
 
     def launch(self, batch: Batch) -> PendingIds:
         with _delayed_interrupts(), self._guard():
