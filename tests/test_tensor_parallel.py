@@ -1,5 +1,6 @@
 """Tensor parallelism on a CPU: the tokens of one rank, small messages, and nothing left behind however it ends."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -233,6 +234,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     assert set(multiprocessing.active_children()) == running
     for _ in range(50):
+        gc.collect()  # the traceback of an error holds what its frames wait for
         if (num_open_files(), threading.active_count()) == (files, threads):
             break
         time.sleep(0.1)
