@@ -95,7 +95,8 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             fail("SamplingParams.min_tokens", self.min_tokens, f"an integer in 0..max_tokens ({self.max_tokens})")
         if self.n > 1 and self.temperature < MIN_TEMPERATURE:
-            fail("SamplingParams.n", self.n, "1 at temperature 0: greedy samples would all be the same")
+            words = "an integer >= 1, and 1 at temperature 0: greedy samples would all be the same"
+            fail("SamplingParams.n", self.n, words)
 
     @property
     def stop_strings(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Tensor parallelism on a CPU: the tokens of one rank, small messages, and nothing left behind however it ends."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -85,7 +86,7 @@ def test_golden_answers_are_exact_with_chunks_prefix_hits_and_preemption(
     monkeypatch.setattr(llm, "overlap", overlap)
     no_watermark(llm, monkeypatch)
     before = llm.stats()
-    answers = GOLDEN[::2] if size == 2 else sorted(GOLDEN, key=lambda answer: len(answer["token_ids"]))[:8]
+    answers = GOLDEN[::2] if size == 2 else sorted(GOLDEN, key=lambda answer: len(answer["token_ids"]))[:6]
     for part in (answers, answers[-1:], answers[-1:]):
         prompts = [answer["prompt_token_ids"] for answer in part]
         assert ids_of(llm, prompts, SamplingParams(temperature=0, max_tokens=300)) == [a["token_ids"] for a in part]
@@ -122,6 +123,31 @@ def test_seeded_sampling_and_min_tokens_equal_one_rank(
         expected = ids_of(one, prompts, params)
         assert ids_of(odd_on_4, prompts, params) == expected
         assert len({len(tokens) for tokens in expected}) > 5
+
+
+@BOTH
+def test_controls_samples_and_log_probabilities_equal_one_rank(
+    odd: Oracle, odd_on_4: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    prompts = odd.prompts[::2]
+    fields: list[dict[str, Any]] = [
+        {"top_k": 5}, {"top_p": 0.8, "n": 3}, {"min_p": 0.02, "logprobs": 3},
+        {"repetition_penalty": 1.4, "logprobs": 0},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5}, {"logit_bias": {1000: 6.0}, "prompt_logprobs": 4}, {},
+        {"allowed_token_ids": [3, 400, 900, 1022]}, {"logprobs": 5, "prompt_logprobs": 0, "min_tokens": 9, "n": 2},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(seed=i, max_tokens=14, ignore_eos=True, **fields[i % len(fields)]) for i in range(len(prompts))
+    ]
+    monkeypatch.setattr(odd_on_4, "overlap", overlap)
+    no_watermark(odd_on_4, monkeypatch)
+    with engine(odd.folder, 1, num_kvcache_blocks=500) as one:
+        for expected, found in zip(*(llm.generate(prompts, params, use_tqdm=False) for llm in (one, odd_on_4))):
+            for a, b in zip(expected.get("samples", [expected]), found.get("samples", [found])):
+                assert a["token_ids"] == b["token_ids"]
+                for key in ("logprobs", "prompt_logprobs"):
+                    for x, y in zip(a.get(key) or [], b.get(key) or [], strict=True):
+                        assert x == pytest.approx(y, abs=1e-4) if x else x == y
 
 
 def test_engines_alive_at_once_run_step_by_step_in_turn(tiny_on: dict[int, LLM], odd: Oracle, odd_on_4: LLM) -> None:
@@ -233,6 +259,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     assert set(multiprocessing.active_children()) == running
     for _ in range(50):
+        gc.collect()  # the traceback of an error holds what its frames wait for
         if (num_open_files(), threading.active_count()) == (files, threads):
             break
         time.sleep(0.1)
@@ -354,10 +381,10 @@ def test_all_ranks_use_the_fewest_blocks_and_exit_may_be_called_twice(
     small_model: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     faulty(monkeypatch, rank_faults.HasFewBlocks)
-    llm = engine(small_model, 3, num_kvcache_blocks=-1)
+    llm = engine(small_model, 2, num_kvcache_blocks=-1)
     assert llm.stats()["num_kvcache_blocks"] == 7
     assert llm.runner.model.layers[0].self_attn.attn.k_cache.shape[0] == 7
-    assert len(ids_of(llm, [[5, 6]], greedy(100))[0]) == 100
+    assert len(ids_of(llm, [[5, 6]], greedy(30))[0]) == 30
     llm.exit()
     llm.exit()
     with pytest.raises(EngineError, match="exit"):

@@ -55,7 +55,7 @@ def check(values: Any, prefix: str = "") -> None:
 
     `None` is allowed where the type says so.
     """
-    for name, rule, is_optional in _rules(type(values)):
+    for name, rule, is_optional in _rules(values.__class__):
         value = getattr(values, name)
         if value is None and is_optional:
             continue
