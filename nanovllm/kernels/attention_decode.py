@@ -33,6 +33,29 @@ def paged_decode_reference(
     return o.masked_fill((context_lens == 0)[:, None, None], 0)
 
 
+@triton.jit
+def _combine(
+    out, partial, partial_lse, head, splits, active,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The outputs of G heads from `head` on: partial results of `active` splits, weighted by their log-sum-exp."""
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, BLOCK_S)[None, :]
+    for first in tl.static_range(0, G, BLOCK_G):
+        j = first + tl.arange(0, BLOCK_G)
+        part = (head + j)[:, None] * splits + i
+        here = (j < G)[:, None] & (i < active)
+        lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
+        a = tl.load(
+            partial + part[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        w = tl.exp2(lse - tl.maximum(tl.max(lse, 1), -1e30)[:, None])
+        o = tl.sum(a * w[:, :, None], 1) / tl.maximum(tl.sum(w, 1), 1e-30)[:, None]
+        dst = out + (head + j)[:, None] * D + d[None, :]
+        tl.store(dst, o.to(out.dtype.element_ty), mask=(j < G)[:, None] & (d < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["splits", "shared_splits"])
 def _decode_kernel(
     q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, shared_len, shared, shared_lse,
@@ -93,20 +116,7 @@ def _decode_kernel(
         tl.store(partial_lse + head * splits + split, m + tl.log2(total), mask=g < G)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
         if tl.atomic_add(counters + b * HK + hk, 1, sem="acq_rel", scope="gpu") == active - 1:
-            i = tl.arange(0, BLOCK_S)[None, :]
-            for first in tl.static_range(0, G, BLOCK_G):
-                j = first + tl.arange(0, BLOCK_G)
-                part = (b * HK * G + hk * G + j)[:, None] * splits + i
-                here = (j < G)[:, None] & (i < active)
-                lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
-                a = tl.load(
-                    partial + part[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
-                    other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                w = tl.exp2(lse - tl.maximum(tl.max(lse, 1), -1e30)[:, None])
-                o = tl.sum(a * w[:, :, None], 1) / tl.maximum(tl.sum(w, 1), 1e-30)[:, None]
-                dst = out + (b * HK * G + hk * G + j)[:, None] * D + d[None, :]
-                tl.store(dst, o.to(out.dtype.element_ty), mask=(j < G)[:, None] & (d < D)[None, :])
+            _combine(out, partial, partial_lse, b * HK * G + hk * G, splits, active, G, D, BLOCK_D, BLOCK_S, BLOCK_G)
             tl.store(counters + b * HK + hk, 0)
 
 

@@ -14,10 +14,9 @@ class Attention(nn.Module):
     k_cache, v_cache: [blocks, block_size, num_kv_heads, head_dim].
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rope: Tensor, eps: float) -> None:
+    def __init__(self, num_kv_heads: int, head_dim: int, rope: Tensor, eps: float) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.rope, self.eps = rope, eps
+        self.num_kv_heads, self.head_dim, self.rope, self.eps = num_kv_heads, head_dim, rope, eps
         self.scale = head_dim**-0.5
         self.backend: AttentionBackend
         self.k_cache = self.v_cache = torch.empty(0)

@@ -29,7 +29,7 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(heads * dim, hidden, q_share, bias, parallel, **factory)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
-        self.attn = Attention(my_heads, my_kv_heads, dim, rope, config.rms_norm_eps)
+        self.attn = Attention(my_kv_heads, dim, rope, config.rms_norm_eps)
 
     def forward(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
         qkv = self.qkv_proj(x, norm)
