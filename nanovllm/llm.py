@@ -13,7 +13,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+Params = SamplingParams | list[SamplingParams] | None
 Message = dict[str, Any]
+Output = dict[str, Any]
 
 
 class LLM(LLMEngine):
@@ -39,11 +41,8 @@ class LLM(LLMEngine):
         self.exit()
 
     def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:
+        self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[Output]:
         """Complete every prompt and return the outputs in their order.
 
         prompts: a string, a list of ids, or a list of either.
@@ -51,31 +50,20 @@ class LLM(LLMEngine):
 
         Every prompt is checked before any runs: `ValueError` or `TypeError` with the index of the bad one.
         """
-        items = _as_list(prompts)
-        params = _one_each(sampling_params, len(items))
-        return self._run(self._make_sequences(self._tokenize(items), params), use_tqdm)
+        return self._run(_as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
-        self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:
+        self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, use_tqdm: bool = True,
+        add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[Output]:  # fmt: skip
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
         several = bool(messages) and isinstance(messages[0], list)
         conversations = messages if several else [messages] if messages else []
-        texts = [
-            self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-            )
-            for chat in conversations
-        ]
-        params = _one_each(sampling_params, len(texts))
-        return self._run(self._make_sequences(self._tokenize(texts, special_tokens=False), params), use_tqdm)
+        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
+        return self._run(texts, sampling_params, use_tqdm, special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[dict[str, Any]]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
 
         Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
@@ -90,7 +78,7 @@ class LLM(LLMEngine):
             raise ValueError(f"SamplingParams.n={params.n}: must be 1 in a stream; use generate for several samples")
         return self._stream(seq)
 
-    def _stream(self, seq: Sequence) -> Iterator[dict[str, Any]]:
+    def _stream(self, seq: Sequence) -> Iterator[Output]:
         self.streams.add(seq.seq_id)
         try:
             self._enqueue(seq)
@@ -111,19 +99,19 @@ class LLM(LLMEngine):
         encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _make_sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
-        sequences = []
-        for i, (ids, p) in enumerate(zip(prompts, params)):
+    def _run(
+        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, special_tokens: bool = True
+    ) -> list[Output]:
+        """Check and queue all prompts, step until they have ended, return their outputs in the same order."""
+        sequences: list[Sequence] = []
+        params = _one_each(sampling_params, len(prompts))
+        for ids, p in zip(self._tokenize(prompts, special_tokens), params):
             try:
                 sequences.append(self._make_sequence(ids, p))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"prompt {i}: {error}") from None
-        return sequences
-
-    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[dict[str, Any]]:
-        """Queue `sequences`, step until all have ended, return their outputs in the same order."""
+                raise type(error)(f"prompt {len(sequences)}: {error}") from None
         position = {seq.seq_id: i for i, seq in enumerate(sequences)}
-        outputs: list[dict[str, Any]] = [{}] * len(sequences)
+        outputs: list[Output] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
         try:
             for seq in sequences:
