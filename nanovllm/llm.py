@@ -139,32 +139,31 @@ class LLM(LLMEngine):
         return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
 
     def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
-        now = self.stats()
-        computed, cached, generated = (
-            now[key] - before[key] for key in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens")
-        )
-        return {"prefill": f"{(computed - cached) / seconds:.0f} tok/s", "decode": f"{generated / seconds:.0f} tok/s"}
+        new = {key: value - before[key] for key, value in self.stats().items()}
+        prefill, decode = new["prompt_tokens"] - new["cached_prompt_tokens"], new["generated_tokens"]
+        return {"prefill": f"{prefill / seconds:.0f} tok/s", "decode": f"{decode / seconds:.0f} tok/s"}
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """`prompts` as a list of prompts: strings and lists of ids; a lone prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # a numpy array or a tensor of ids
-        prompts = prompts.tolist()
+    prompts = _plain(prompts)
     if not isinstance(prompts, (list, tuple)):
         kind = type(prompts).__name__
         raise TypeError(f"prompts is {kind}: must be a string, a list of token ids, or a list of either")
     if prompts and isinstance(prompts[0], Integral):
         return [list(prompts)]
-    items = []
-    for i, prompt in enumerate(prompts):
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
+    items = [_plain(prompt) for prompt in prompts]
+    for i, prompt in enumerate(items):
         if not isinstance(prompt, (str, list, tuple)):
             raise TypeError(f"prompt {i} is {type(prompt).__name__}: must be a string or a list of token ids")
-        items.append(prompt)
     return items
+
+
+def _plain(ids: Any) -> Any:
+    """Lists for a numpy array or a tensor."""
+    return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
 def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:

@@ -20,8 +20,8 @@ def paged_decode_reference(
 
     q [B, Hq, D] (may be strided along B); k_cache, v_cache [blocks, block_size, Hkv, D]; block_tables
     [S, max_blocks] int32, of which batch entry b has row rows[b], int32; context_lens [B] int32, keys of each,
-    0: the output row is zero. num_splits: programs that share a sequence's keys, by default decode_splits. Fit for
-    CUDA graphs after one call outside (it allocates the counters); launches on one device must not overlap.
+    0: the output row is zero. Fit for CUDA graphs after one call outside (it allocates the counters); launches on one
+    device must not overlap.
     """
     (batch, heads, dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     longest = max(int(context_lens.max()), 1) if batch else 1
@@ -142,9 +142,9 @@ def paged_decode_triton(
     scale: float, num_splits: int | None = None, config: tuple[int, int, int] | None = None,
     prefix: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`paged_decode` on the GPU; prefix: shared_len [1] int32, a multiple of the block size and at most every
-    context_len but those of padding rows, which then get some finite result, and the partial results of
-    `shared_prefix_triton` for so many keys."""
+    """num_splits: programs that share a sequence's keys, by default decode_splits.
+    prefix: shared_len [1] int32, a multiple of the block size and at most every context_len but those of padding rows,
+    which then get some finite result, and the partial results of `shared_prefix_triton` for so many keys."""
     (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
     counters = arrival_counters(device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
