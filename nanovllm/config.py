@@ -160,13 +160,6 @@ class Config:
             )
         self.hf = ModelConfig.from_folder(folder)
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
-        size, heads, kv_heads = self.tensor_parallel_size, self.hf.num_attention_heads, self.hf.num_key_value_heads
-        if heads % size or (kv_heads % size and size % kv_heads):
-            allowed = f"a divisor of the {heads} attention heads, a divisor or a multiple of the {kv_heads} KV heads"
-            self._fail("tensor_parallel_size", allowed)
-        vocab_size = self.hf.vocab_size
-        if -(-vocab_size // size) * (size - 1) >= vocab_size:
-            self._fail("tensor_parallel_size", f"so small that each rank has a share of the {vocab_size} token ids")
 
     def _fail(self, name: str, allowed: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")

@@ -1,5 +1,6 @@
 """Tensor parallelism on a CPU: the tokens of one rank, small messages, and nothing left behind however it ends."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -85,7 +86,7 @@ def test_golden_answers_are_exact_with_chunks_prefix_hits_and_preemption(
     monkeypatch.setattr(llm, "overlap", overlap)
     no_watermark(llm, monkeypatch)
     before = llm.stats()
-    answers = GOLDEN[::2] if size == 2 else sorted(GOLDEN, key=lambda answer: len(answer["token_ids"]))[:8]
+    answers = GOLDEN[::2] if size == 2 else sorted(GOLDEN, key=lambda answer: len(answer["token_ids"]))[:6]
     for part in (answers, answers[-1:], answers[-1:]):
         prompts = [answer["prompt_token_ids"] for answer in part]
         assert ids_of(llm, prompts, SamplingParams(temperature=0, max_tokens=300)) == [a["token_ids"] for a in part]
@@ -233,6 +234,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     yield
     assert set(multiprocessing.active_children()) == running
     for _ in range(50):
+        gc.collect()  # the traceback of an error holds what its frames wait for
         if (num_open_files(), threading.active_count()) == (files, threads):
             break
         time.sleep(0.1)
@@ -354,10 +356,10 @@ def test_all_ranks_use_the_fewest_blocks_and_exit_may_be_called_twice(
     small_model: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:
     faulty(monkeypatch, rank_faults.HasFewBlocks)
-    llm = engine(small_model, 3, num_kvcache_blocks=-1)
+    llm = engine(small_model, 2, num_kvcache_blocks=-1)
     assert llm.stats()["num_kvcache_blocks"] == 7
     assert llm.runner.model.layers[0].self_attn.attn.k_cache.shape[0] == 7
-    assert len(ids_of(llm, [[5, 6]], greedy(100))[0]) == 100
+    assert len(ids_of(llm, [[5, 6]], greedy(30))[0]) == 30
     llm.exit()
     llm.exit()
     with pytest.raises(EngineError, match="exit"):

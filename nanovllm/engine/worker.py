@@ -46,9 +46,9 @@ class LeadRunner(ModelRunner):
     """
 
     def __init__(self, config: Config) -> None:
-        device, size = pick_device(config.device), config.tensor_parallel_size
-        if device.type == "cuda" and torch.cuda.device_count() < size:
-            raise ValueError(f"tensor_parallel_size={size}: must be at most the {torch.cuda.device_count()} GPUs")
+        device = pick_device(config.device)
+        if reason := _obstacle(config, device):
+            raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be {reason}")
         self.ranks = Ranks()
         self._end = finalize(self, _end, vars(self), self.ranks)  # by itself if nobody calls `exit`
         with self._guard():
@@ -57,9 +57,11 @@ class LeadRunner(ModelRunner):
 
     def exit(self) -> None:
         if self._end.alive:
-            if hasattr(self, "num_kvcache_blocks"):  # all built
-                super().exit()
-            self._end()
+            try:
+                if hasattr(self, "num_kvcache_blocks"):  # all built
+                    super().exit()
+            finally:
+                self._end()
 
     def launch(self, batch: Batch) -> PendingIds:
         with _delayed_interrupts(), self._guard():
@@ -207,6 +209,19 @@ class Ranks:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def _obstacle(config: Config, device: torch.device) -> str:
+    """What the number of ranks would have to be, if the model cannot be split over so many."""
+    hf, size = config.hf, config.tensor_parallel_size
+    heads, kv_heads, vocab_size = hf.num_attention_heads, hf.num_key_value_heads, hf.vocab_size
+    if heads % size or (kv_heads % size and size % kv_heads):
+        return f"a divisor of the {heads} attention heads, and a divisor or a multiple of the {kv_heads} KV heads"
+    if -(-vocab_size // size) * (size - 1) >= vocab_size:
+        return f"so small that each rank has some of the {vocab_size} token ids"
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        return f"at most {torch.cuda.device_count()}, the number of GPUs"
+    return ""
+
+
 def _end(runner: dict[str, Any], ranks: Ranks) -> None:
     runner.get("graphs", {}).clear()  # before the communicators they use
     ranks.close()
@@ -250,17 +265,20 @@ def serve(
                 getattr(runner, name)(*args)
         runner.exit()
         parallel.leave()
-        os._exit(0)  # the interpreter would take a second to end
     except BaseException as error:
         kind = type(error) if isinstance(error, EngineError) else EngineError
         with suppress(OSError):
             pipe.send((monotonic(), kind, f"rank {rank} failed:\n{traceback.format_exc()}"))
-        os._exit(1)  # at once, whatever a GPU waits for
+    _die(folder)
 
 
 def _leave_with_parent(folder: str) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    _die(folder)
+
+
+def _die(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)  # rank 0 may have been killed
+    os._exit(0)  # at once, whatever a GPU waits for; and the interpreter would take a second

@@ -41,6 +41,7 @@ def microseconds(group: parallel.Parallel, num_bytes: int, kind: str) -> float:
 @torch.inference_mode()
 def run(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
+    parallel.SYMMETRIC_MEMORY = True
     group = parallel.Parallel.connect(rank, size, torch.device("cuda", rank), folder)
     kinds = KINDS if group.buffer is not None else KINDS[:1]
     chosen = parallel.all_reduce_kind

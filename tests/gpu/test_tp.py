@@ -30,9 +30,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=300)
 @pytest.fixture(params=[True, False], ids=["symmetric", "nccl"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Small sums through symmetric memory, or everything through NCCL."""
-    if not request.param:
-        monkeypatch.setattr(parallel, "SYMMETRIC_MEMORY", False)
-        monkeypatch.setattr(worker, "serve", rank_faults.serve_with_nccl_alone)
+    if request.param:
+        monkeypatch.setattr(parallel, "SYMMETRIC_MEMORY", True)
+        monkeypatch.setattr(worker, "serve", rank_faults.serve_with_symmetric_memory)
     yield request.param
 
 
