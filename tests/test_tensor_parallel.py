@@ -125,6 +125,31 @@ def test_seeded_sampling_and_min_tokens_equal_one_rank(
         assert len({len(tokens) for tokens in expected}) > 5
 
 
+@BOTH
+def test_controls_samples_and_log_probabilities_equal_one_rank(
+    odd: Oracle, odd_on_4: LLM, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    prompts = odd.prompts[::2]
+    fields: list[dict[str, Any]] = [
+        {"top_k": 5}, {"top_p": 0.8, "n": 3}, {"min_p": 0.02, "logprobs": 3},
+        {"repetition_penalty": 1.4, "logprobs": 0},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5}, {"logit_bias": {1000: 6.0}, "prompt_logprobs": 4}, {},
+        {"allowed_token_ids": [3, 400, 900, 1022]}, {"logprobs": 5, "prompt_logprobs": 0, "min_tokens": 9, "n": 2},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(seed=i, max_tokens=14, ignore_eos=True, **fields[i % len(fields)]) for i in range(len(prompts))
+    ]
+    monkeypatch.setattr(odd_on_4, "overlap", overlap)
+    no_watermark(odd_on_4, monkeypatch)
+    with engine(odd.folder, 1, num_kvcache_blocks=500) as one:
+        for expected, found in zip(*(llm.generate(prompts, params, use_tqdm=False) for llm in (one, odd_on_4))):
+            for a, b in zip(expected.get("samples", [expected]), found.get("samples", [found])):
+                assert a["token_ids"] == b["token_ids"]
+                for key in ("logprobs", "prompt_logprobs"):
+                    for x, y in zip(a.get(key) or [], b.get(key) or [], strict=True):
+                        assert x == pytest.approx(y, abs=1e-4) if x else x == y
+
+
 def test_engines_alive_at_once_run_step_by_step_in_turn(tiny_on: dict[int, LLM], odd: Oracle, odd_on_4: LLM) -> None:
     answer = GOLDEN[0]
     expected = [answer["token_ids"][:20], answer["token_ids"][:20], odd.tokens[-1]]
