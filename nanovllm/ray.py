@@ -1,4 +1,8 @@
-"""Ray Data: the rows of a dataset through a pool of engines on one host or a cluster; all scheduling is Ray's."""
+"""Ray Data: the rows of a dataset through a pool of engines on one host or a cluster; all scheduling is Ray's.
+
+It knows nothing of the engine but what scripts use. Invariant: every row of a table comes back once, in its place, with
+its outputs or the reason why it was refused.
+"""
 
 import asyncio
 import secrets

@@ -5,9 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.config import Config
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"((?:^<!--[^\n]*-->\n)*)^```(python|bash|console)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,3 +60,19 @@ def test_a_code_block_runs(blocks: list[subprocess.Popen[str] | str], i: int) ->
         pytest.skip(process)
     output = process.communicate(timeout=200)[0]
     assert process.returncode == 0 and '"error": ' not in output, output
+
+
+@pytest.mark.parametrize(("heading", "kind"), [("Options", Config), ("Sampling", SamplingParams)])
+def test_a_table_has_every_field_and_its_default(heading: str, kind: type) -> None:
+    section = re.search(rf"^## {heading}\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    assert section
+    rows = re.findall(r"^\| (`.+?`) \| (.+?) \|", section[1], re.MULTILINE)
+    found = {name.strip("`"): default.strip("`").strip('"') for names, default in rows for name in names.split(", ")}
+    assert found == {f.name: str(f.default) for f in fields(kind) if f.init and f.name != "model"}
+
+
+def test_the_reading_order_has_every_module_that_says_something_once() -> None:
+    listed = re.findall(r"`([\w/]+\.py)`", README.partition("## Reading order")[2].partition("\n## ")[0])
+    package = ROOT / "nanovllm"
+    there = [str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"]
+    assert sorted(listed) == sorted(there)

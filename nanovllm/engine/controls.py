@@ -2,7 +2,8 @@
 
 A step samples every row plainly, inside its graph; requests without controls pay for nothing else. Here the rows with
 controls are copied, changed and sampled. Everything is ordered by the stream: nothing waits for the device, and what
-depends on ids that the host does not know yet reads them from `history`.
+depends on ids that the host does not know yet reads them from `history`. It must not know how a step computes its
+logits. Invariant: rows without controls keep the ids that they have, and every rank gets the same ones.
 """
 
 import numpy as np

@@ -1,7 +1,12 @@
-"""LLMEngine: requests in, finished outputs out; it ties scheduler, runner and text together.
+"""LLMEngine: requests in, finished outputs out; the loop that ties scheduler, runner and text together.
 
-With overlap one step is always in flight: the next one is scheduled and launched before the ids of
-the last one are fetched, and everything the host does happens while the device works.
+Overlap: on a GPU one step is always in flight. The next one is scheduled and launched before the ids of the last are
+fetched, so that the host works while the device does. It is launched on the guess that no sequence of the step in
+flight stops. A stop by length is known beforehand; after a stop by a token one row too many has been computed, which
+is dropped when its id arrives. Without overlap the same functions run one after another.
+
+It must not know how sequences become tensors, nor which block is whose. Invariant: `sequences` holds the requests that
+have not ended. An error in a step ends all of them, and nothing that the step wrote is ever taken for a prefix.
 """
 
 import struct

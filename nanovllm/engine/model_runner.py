@@ -1,8 +1,13 @@
 """ModelRunner: device memory, the inputs of a step, CUDA graphs, one forward pass with sampling.
 
-It knows the sequences of the step it runs and nothing of requests, queues or text. On a GPU `launch`
-returns while the step runs; the ids stay on the device for the next step and come to the host through
-a pinned buffer and an event. A CPU runs the same code without graphs.
+A prefill sends the ids to compute and fills the slots of its sequences; a decode takes everything from the slots. On a
+GPU it is the replay of one CUDA graph from input ids to sampled ids, captured for some batch sizes; a batch is padded
+to the next of them with a row that stores nothing. `launch` returns while the step runs; the ids stay on the device for
+the next step and come to the host through a pinned buffer and an event. A CPU runs the same code without graphs. The
+KV cache gets what its share of the memory leaves beside weights, the peak of a full step and graphs, all measured.
+
+It knows the sequences of the step it runs and must not know of requests, queues or text. Invariants: all work is on
+one stream, in the order of the launches; what a graph reads or writes is allocated once, before it is captured.
 """
 
 import math

@@ -1,7 +1,9 @@
 """Sequence: one request on its way through the engine; it knows its ids and blocks, nothing of torch.
 
-Invariant: the K/V of `token_ids[:num_cached_tokens]` are in the blocks of `block_table`, or will be
-once every step that was launched has run.
+To another rank it travels as a short tuple: the ids that a step computes, never those whose K/V are there already.
+
+Invariant: the K/V of `token_ids[:num_cached_tokens]` are in the blocks of `block_table`, or will be once every step
+that was launched has run.
 """
 
 from collections.abc import Iterable

@@ -3,6 +3,9 @@
 Rank 0 runs in the process of the engine and drives; every other rank runs in a spawned process with a `ModelRunner`
 of its own, which calls the methods that rank 0 names, with pickled arguments from a pipe. Nothing comes back, but
 the report of an error. The end of the pipe ends the process.
+
+It must not know what the methods do. Invariant: all ranks run the same collectives in the same order. After an error
+that no longer holds, so it ends all processes of the engine, and the caller gets the error that came first.
 """
 
 import multiprocessing

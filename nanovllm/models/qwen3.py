@@ -1,4 +1,9 @@
-"""Qwen3 (dense): the forward pass over the tokens of one step, and where its weights are in a checkpoint."""
+"""Qwen3 (dense): the forward pass over the tokens of one step, and where its weights are in a checkpoint.
+
+Every token is a row; its position and its place in the cache are in the `Context`. It must not know of sequences, nor
+whether a row belongs to a prompt or a completion. Invariant: the residual stream is the same on every rank, while
+heads, MLP and vocabulary are split over them.
+"""
 
 from typing import Any
 

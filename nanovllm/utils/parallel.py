@@ -1,7 +1,8 @@
 """Parallel: a rank's place in a tensor-parallel group and the collectives it takes part in.
 
-The group is an object of its own: nothing of torch.distributed's global state is used or changed, so any number of
-engines can live in one process. On GPUs a collective is a plain operation of the current stream, also in a capture.
+It must not know of models or engines. The group is an object of its own, not torch.distributed's default one, so any
+number of engines can live in one process. Invariant: on GPUs a collective is a plain operation of the current stream,
+also in a capture, and leaving a group never waits for another rank.
 """
 
 import threading
