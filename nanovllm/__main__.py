@@ -192,10 +192,8 @@ def main() -> None:
         command.set_defaults(function=function)
     command.set_defaults(max_tokens=None)  # of chat
     args = parser.parse_args()
-    options, sampling = (
-        {name: value for name, value in vars(args).items() if name in names}
-        for names in (_OPTIONS, _SAMPLING - _OPTIONS)
-    )
+    options = {name: value for name, value in vars(args).items() if name in _OPTIONS}
+    sampling = {name: value for name, value in vars(args).items() if name in _SAMPLING - _OPTIONS}
     try:
         args.function(args, options, sampling)
     except (OSError, ValueError, OutOfMemoryError) as error:
