@@ -66,6 +66,17 @@ def fast_log2(x):
 
 
 @triton.jit
+def cache_slots(table, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Cache slots, int64 [BLOCK_N], of a sequence's keys from start on; those at or past end may be any valid slot."""
+    offs = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:  # one block holds the whole tile
+        first = tl.load(table + start // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + start % BLOCK_SIZE
+        return first + tl.arange(0, BLOCK_N)
+    block = tl.load(table + offs // BLOCK_SIZE, mask=offs < end, other=0).to(tl.int64)
+    return block * BLOCK_SIZE + offs % BLOCK_SIZE
+
+
+@triton.jit
 def let_next_start(PDL: tl.constexpr):
     """Programmatic dependent launch: the next kernel may be launched as soon as all programs of this one have begun."""
     if PDL:
