@@ -6,12 +6,15 @@ the last one are fetched, and everything the host does happens while the device 
 
 import struct
 from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -19,14 +22,20 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
-from nanovllm.sampling_params import MIN_TEMPERATURE, SamplingParams
+from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
 from nanovllm.utils.detokenizer import Detokenizer
+
+T = TypeVar("T")
 
 
 class LLMEngine:
     """An engine over one model folder; options as in `Config`.
 
     Raises `TypeError` for an unknown option, `ValueError` for a wrong value or an unusable folder.
+
+    Any thread may use it, one at a time: `EngineError` for the others. An error or an interrupt (Ctrl-C) in the middle
+    of a step aborts all requests, also those of `add_request`; the engine is empty then and goes on working. A forked
+    process must not use the engine of its parent: start processes by "spawn" and build the engine there.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -47,6 +56,10 @@ class LLMEngine:
         self.num_steps = 0
         self.request_numbers = count()
         self.closed = False
+        self.lock = RLock()
+        self.changing = False  # an abort that comes meanwhile, by a signal handler or another thread, has to wait
+        self.broken = False  # a change was cut short
+        self.to_abort: list[int] = []
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -56,7 +69,8 @@ class LLMEngine:
         try:
             if not any(any(Path(self.config.model).glob(name)) for name in ("tokenizer*", "vocab.*")):
                 raise FileNotFoundError("it has no tokenizer files")  # transformers would make an empty one
-            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
+            # without the last one transformers asks on the terminal
+            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise ValueError(
                 f"no usable tokenizer in {self.config.model}: {error}; prompts of token ids work without one"
@@ -67,14 +81,17 @@ class LLMEngine:
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
+        if isinstance(prompt, str):
+            check_text("prompt", prompt)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         return self._enqueue(self._make_sequence(ids, params))
 
     def abort(self, seq_id: int) -> None:
-        """End a request; it is never part of a result. Unknown and finished ids are ignored."""
-        if request := self.sequences.pop(seq_id, None):
-            for seq in _samples(request):
-                self.scheduler.abort(seq)
+        """End a request; it is never part of a result. Unknown and finished ids are ignored.
+
+        While a step runs, so in a signal handler or another thread, it ends when the step does, or with the next one.
+        """
+        self._abort([seq_id])
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running and no finished output is left to fetch."""
@@ -87,8 +104,8 @@ class LLMEngine:
         and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
         A request with n > 1 is returned as a whole when it has finished.
         """
-        finished, self.unclaimed = self.unclaimed, []
-        finished += self._step()
+        finished = self._step()
+        finished, self.unclaimed = self.unclaimed + finished, []
         finished = [seq for seq in finished if seq.seq_id not in self.streams]
         if not stream:
             return [self._output(seq) for seq in finished]
@@ -114,11 +131,50 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and free everything; may be called again."""
         if not self.closed:
-            self.closed = True
-            self._drop_all()
-            self.runner.exit()
+            self._change(self._close)
 
     # Inside
+
+    def _change(self, action: Callable[[], T]) -> T:
+        """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
+        if self.changing:  # a signal handler
+            raise EngineError("a step of this engine is running: nothing but abort() is possible meanwhile")
+        self._claim()
+        try:
+            self.changing = True
+            if self.broken:
+                self._drop_all()
+            result = action()
+            self._flush_aborts()
+            return result
+        except BaseException:
+            self.broken = True
+            self._drop_all()
+            raise
+        finally:
+            self.changing = False
+            self.lock.release()
+
+    def _claim(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            raise EngineError("another thread is using this engine: must be one thread at a time")
+
+    def _abort(self, seq_ids: Iterable[int]) -> None:
+        self.to_abort.extend(seq_ids)
+        if not self.changing:
+            with suppress(EngineError):  # another thread is using the engine
+                self._change(self._flush_aborts)
+
+    def _flush_aborts(self) -> None:
+        while self.to_abort:
+            if request := self.sequences.pop(self.to_abort.pop(), None):
+                for seq in _samples(request):
+                    self.scheduler.abort(seq)
+
+    def _close(self) -> None:
+        self.closed = True
+        self._drop_all()
+        self.runner.exit()
 
     def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence that is not queued yet."""
@@ -176,34 +232,38 @@ class LLMEngine:
             key = struct.pack("<qq", self.config.seed, number)
             request.seed = xxhash.xxh64_intdigest(key)
         key = struct.pack("<Q", request.seed % 2**64)
-        self.sequences[request.seq_id] = request
         for i, seq in enumerate(_samples(request)):
             seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
             seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-            self.scheduler.add(seq)
+
+        def add() -> None:
+            self.sequences[request.seq_id] = request
+            for seq in _samples(request):
+                self.scheduler.add(seq)
+
+        self._change(add)
         return request.seq_id
 
     def _step(self) -> list[Sequence]:
         """Launch what can run, fetch the ids of the step before, return the requests that ended."""
-        try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self.in_flight.append((batch, self.runner.launch(batch)))
-                self.scheduler.advance(batch)
-                self.num_steps += 1
-            elif not self.in_flight and not self.scheduler.is_finished():
-                raise EngineError("internal error: requests are left but nothing can be scheduled")
-            finished: list[Sequence] = []
-            while len(self.in_flight) > (1 if self.overlap and batch else 0):
-                batch_done, result = self.in_flight.popleft()
-                ids = result.tolist()
-                for seq, entries, entry in result.logprobs():
-                    if not seq.is_finished:  # else the row is dropped
-                        entries.append(entry)
-                finished += self.scheduler.postprocess(batch_done, ids)
-        except BaseException:
-            self._drop_all()
-            raise
+        return self._change(self._advance)
+
+    def _advance(self) -> list[Sequence]:
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.in_flight.append((batch, self.runner.launch(batch)))
+            self.scheduler.advance(batch)
+            self.num_steps += 1
+        elif not self.in_flight and not self.scheduler.is_finished():
+            raise EngineError("internal error: requests are left but nothing can be scheduled")
+        finished: list[Sequence] = []
+        while len(self.in_flight) > (1 if self.overlap and batch else 0):
+            batch_done, result = self.in_flight.popleft()
+            ids = result.tolist()
+            for seq, entries, entry in result.logprobs():
+                if not seq.is_finished:  # else the row is dropped
+                    entries.append(entry)
+            finished += self.scheduler.postprocess(batch_done, ids)
         if self.scheduler.is_finished():
             self.in_flight.clear()  # rows of sequences that ended a step ago
         requests = dict.fromkeys(seq.request for seq in finished)
@@ -214,10 +274,11 @@ class LLMEngine:
 
     def _drop_all(self) -> None:
         """Back to an empty engine; what a failed step has written is never taken for a prefix."""
-        for seq_id in list(self.sequences):
-            self.abort(seq_id)
+        self.scheduler.reset([seq for request in self.sequences.values() for seq in _samples(request)])
+        self.sequences.clear()
         self.in_flight.clear()
-        self.scheduler.block_manager.clear_cache()
+        self.to_abort.clear()
+        self.broken = False
 
     def _output(self, request: Sequence) -> dict[str, Any]:
         outputs = [self._completion(seq) for seq in _samples(request)]
@@ -279,6 +340,14 @@ class LLMEngine:
             return self.tokenizer is not None
         except ValueError:
             return False
+
+
+def check_text(name: str, text: str) -> None:
+    """`ValueError` for text that no tokenizer takes; the message starts with `name`."""
+    if found := SURROGATE.search(text):
+        raise ValueError(
+            f"{name} holds {found[0]!r} at {found.start()}: must be valid Unicode, without lone surrogates"
+        )
 
 
 def _samples(request: Sequence) -> list[Sequence]:
