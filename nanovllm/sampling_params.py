@@ -125,7 +125,8 @@ class SamplingParams:
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        repetition = min(max(self.repetition_penalty, 1e-30), 1e30)  # what fp32 holds, and its inverse
+        return repetition, self.presence_penalty, self.frequency_penalty
 
     @property
     def penalises(self) -> bool:

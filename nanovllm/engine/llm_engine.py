@@ -214,6 +214,9 @@ class LLMEngine:
             seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
             seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
             seq.bad_words = bad_words
+            banned = {word[0] for word in bad_words if len(word) == 1} | (seq.stop_ids if seq.min_tokens else set())
+            if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+                raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
             seq.has_controls = bool(
                 params.adjusts_logits or params.allowed_token_ids or bad_words or (seq.temperature and params.truncates)
             )

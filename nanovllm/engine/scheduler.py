@@ -200,7 +200,7 @@ class Scheduler:
         else:
             prefix = self.block_manager.find_prefix(seq)
         free_blocks = self.block_manager.num_free_after(prefix, seq.num_tokens)
-        if free_blocks < 0 or (self.running and not self._growth_fits(seq, free_blocks)):
+        if free_blocks < 0 or (self.running and not self._growth_fits(seq, prefix, free_blocks)):
             return False
         self.block_manager.allocate(seq, prefix)
         if other:
@@ -215,11 +215,11 @@ class Scheduler:
             self.num_hit_tokens += seq.num_hit_tokens
         return True
 
-    def _growth_fits(self, newcomer: Sequence, free_blocks: int) -> bool:
+    def _growth_fits(self, newcomer: Sequence, prefix: list[int], free_blocks: int) -> bool:
         """The watermark: can the running sequences and `newcomer` all reach their expected ends?
 
-        Each takes a block every `block_size` steps and gives all of its own back one step after its
-        end; the need is checked at every end, where it peaks.
+        Each takes a block every `block_size` steps and gives its own back one step after its end, a
+        shared one with the last end; the need is checked at every end, where it peaks.
         """
         if self.reserved_blocks + self._most_blocks(newcomer) <= self.num_blocks:
             return True
@@ -229,7 +229,11 @@ class Scheduler:
         tokens = np.array([seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs])
         held[-1], tokens[-1] = -(-newcomer.num_tokens // size), newcomer.num_tokens
         left = np.array([self._expected_num_tokens(seq) for seq in seqs]) - 1 - tokens
-        own = held - np.array([seq.num_hit_tokens // size for seq in seqs])
+        tables, last_owner = [*(seq.block_table for seq in self.running.values()), prefix], {}
+        for i in left.argsort(kind="stable"):
+            last_owner.update(dict.fromkeys(tables[i], i))
+        own = np.bincount(list(last_owner.values()), minlength=len(seqs))
+        own[-1] += held[-1] - len(prefix)
         now = left[:, None] + 1
         needed = np.where(left + 1 >= now, -(-(tokens + now) // size) - held, -own).sum(axis=1)
         return bool((needed <= free_blocks).all())
