@@ -14,7 +14,7 @@ import pytest
 from checkpoints import save_random_qwen3
 from hypothesis import HealthCheck, settings
 
-# `HYPOTHESIS_PROFILE=nightly` or `--hypothesis-profile=nightly`: more and new examples, and 20,000 requests of endurance
+# HYPOTHESIS_PROFILE=nightly or --hypothesis-profile=nightly: more and new examples, and longer endurance
 common = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 settings.register_profile("ci", max_examples=100, derandomize=True, **common)
 settings.register_profile("nightly", max_examples=2000, derandomize=False, **common)

@@ -146,6 +146,8 @@ class LLMEngine:
                 self._drop_all()
             result = action()
             self._flush_aborts()
+            if self.scheduler.is_finished():
+                self.in_flight.clear()  # rows of sequences that have ended
             return result
         except BaseException:
             self.broken = True
@@ -267,8 +269,6 @@ class LLMEngine:
                 if not seq.is_finished:  # else the row is dropped
                     entries.append(entry)
             finished += self.scheduler.postprocess(batch_done, ids)
-        if self.scheduler.is_finished():
-            self.in_flight.clear()  # rows of sequences that ended a step ago
         requests = dict.fromkeys(seq.request for seq in finished)
         done = [request for request in requests if all(seq.is_finished for seq in request.samples)]
         for request in done:
