@@ -261,15 +261,13 @@ def expected() -> list[int]:
         return run(llm, FAMILY[:50])[0]["token_ids"]
 
 
-@pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:.*preemptions")
-@given(OPTIONS, st.booleans(), st.booleans(), st.lists(CALLS, min_size=3, max_size=8))
-def test_after_any_calls_errors_and_interrupts_the_engine_works_and_is_empty(
-    tokenizer: Any, expected: list[int], options: dict[str, Any], overlap: bool, crowded: bool, calls: list[Any]
-) -> None:
-    llm = engine(overlap=overlap, **options)
+ANY_USE = OPTIONS, st.booleans(), st.booleans(), st.lists(CALLS, min_size=3, max_size=8)
+
+
+def use(llm: LLM, expected: list[int], crowded: bool, calls: list[Any]) -> None:
+    """Make `calls`, with their faults; then the engine must be empty, answer `expected` to `FAMILY[:50]`, and close."""
     if crowded:
         llm.scheduler._growth_fits = lambda *_: True  # type: ignore[method-assign]
-    llm.tokenizer = tokenizer
     ids: list[int] = []
     for call, fault in calls:
         try:
@@ -299,6 +297,16 @@ def test_after_any_calls_errors_and_interrupts_the_engine_works_and_is_empty(
     llm.exit()
     with pytest.raises(EngineError, match="closed"):
         run(llm, [5])
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning", "ignore:.*preemptions")
+@given(*ANY_USE)
+def test_after_any_calls_errors_and_interrupts_the_engine_works_and_is_empty(
+    tokenizer: Any, expected: list[int], options: dict[str, Any], overlap: bool, crowded: bool, calls: list[Any]
+) -> None:
+    llm = engine(overlap=overlap, **options)
+    llm.tokenizer = tokenizer
+    use(llm, expected, crowded, calls)
 
 
 # Interrupts
@@ -607,10 +615,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.filterwarnings("ignore:.*preemptions")
-def test_thousands_of_requests_leak_nothing_and_are_answered_exactly(tokenizer: Any) -> None:
-    total = 20_000 if settings.default.max_examples > 100 else 500
+def endure(total: int, tokenizer: Any, **options: Any) -> None:
+    """`total` requests through one engine with a small pool; 200 of the answers must be those of a fresh engine."""
     rng = random.Random(0)
 
     def request() -> tuple[list[int], SamplingParams]:
@@ -624,8 +630,8 @@ def test_thousands_of_requests_leak_nothing_and_are_answered_exactly(tokenizer: 
 
     answers: dict[int, tuple[Any, Any]] = {}
     open_ids: dict[int, Any] = {}
-    added = num_aborted = memory = num_done = 0
-    with engine(num_kvcache_blocks=30, max_num_seqs=16, max_num_batched_tokens=256) as llm:
+    added = num_aborted = memory = on_device = num_done = 0
+    with engine(num_kvcache_blocks=30, max_num_seqs=16, max_num_batched_tokens=256, **options) as llm:
         llm.tokenizer = tokenizer
         while added < total or not llm.is_finished():
             for _ in range(min(rng.randint(0, 12), total - added) if len(open_ids) < 40 else 0):
@@ -643,18 +649,23 @@ def test_thousands_of_requests_leak_nothing_and_are_answered_exactly(tokenizer: 
                 if rng.random() < 200 / total:
                     answers[output["seq_id"]] = made, output
             if not memory and added > total // 5:
-                memory = resident_bytes()
-        grown = resident_bytes() / memory
+                memory, on_device = resident_bytes(), torch.cuda.memory_allocated()
+        assert resident_bytes() < 1.05 * memory and torch.cuda.memory_allocated() == on_device
         stats = llm.stats()
         assert num_done + num_aborted == total and not open_ids
         assert num_aborted > total // 100 and stats["cached_prompt_tokens"] > total
         assert not llm.streams and not llm.unclaimed
         assert_empty(llm)
-    assert grown < 1.05
-    with engine(num_kvcache_blocks=400, enable_prefix_caching=False) as fresh:
+    with engine(num_kvcache_blocks=400, enable_prefix_caching=False, **options) as fresh:
         fresh.tokenizer = tokenizer
         made = [request for request, _ in answers.values()]
         outputs = run(fresh, [prompt for prompt, _ in made], [params for _, params in made])
     for output, (_, before) in zip(outputs, answers.values()):
         assert output["token_ids"] == before["token_ids"]
         assert (output["text"], output["finish_reason"]) == (before["text"], before["finish_reason"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.filterwarnings("ignore:.*preemptions")
+def test_thousands_of_requests_leak_nothing_and_are_answered_exactly(tokenizer: Any) -> None:
+    endure(20_000 if settings.default.max_examples > 100 else 500, tokenizer)
