@@ -136,15 +136,15 @@ class Config:
             if getattr(self, name) not in choices:
                 self._fail(name, f"one of {', '.join(choices)}")
         self._check_int("max_model_len", 1)
-        self._check_int("max_num_seqs", 1, MAX_INT)
-        self._check_int("max_num_batched_tokens", 1, MAX_INT)
+        self._check_int("max_num_seqs", 1)
+        self._check_int("max_num_batched_tokens", 1)
         self._check_int("tensor_parallel_size", 1, 8)
         self._check_int("seed", -(2**63), 2**63 - 1)
-        self._check_int("kvcache_block_size", 16, MAX_INT)
+        self._check_int("kvcache_block_size", 16)
         if self.kvcache_block_size % 16:
             self._fail("kvcache_block_size", "a multiple of 16")
         if self.num_kvcache_blocks != -1:
-            self._check_int("num_kvcache_blocks", 1, MAX_INT, "-1 (what memory allows) or an integer >= 1")
+            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1 and < 2**31")
         share = self.gpu_memory_utilization
         if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             self._fail("gpu_memory_utilization", "a number in (0, 1]")
@@ -165,14 +165,12 @@ class Config:
     def _fail(self, name: str, allowed: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
-    def _check_int(self, name: str, low: int, high: int | None = None, allowed: str = "") -> None:
+    def _check_int(self, name: str, low: int, high: int = MAX_INT, allowed: str = "") -> None:
         value = getattr(self, name)
-        allowed = allowed or (f"an integer in {low}..{high}" if high not in (None, MAX_INT) else f"an integer >= {low}")
-        if high == MAX_INT:
-            allowed += " and < 2**31"
+        allowed = allowed or f"an integer >= {low} and <= {high}"
         if not isinstance(value, Integral) or isinstance(value, bool):
             self._fail(name, allowed)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             self._fail(name, allowed)
 
 

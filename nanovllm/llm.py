@@ -8,7 +8,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.engine.llm_engine import LLMEngine, check_text
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -112,14 +112,6 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[list[int]]:
-        for i, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
-                check_text(f"prompt {i}", prompt)
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
     def _make_sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
         sequences = []
         for i, (ids, p) in enumerate(zip(prompts, params)):
@@ -154,7 +146,8 @@ class LLM(LLMEngine):
                     if use_tqdm:
                         bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
         except BaseException:
-            self._abort(position)
+            self.to_abort.extend(position)  # at once: a second interrupt may follow
+            self._change(self._flush_aborts)
             raise
         finally:
             self.lock.release()

@@ -562,7 +562,7 @@ def test_text_that_is_no_unicode_is_refused_with_the_index_of_the_prompt(text: s
             run(llm, ["hello", text])
         with pytest.raises(ValueError, match=r"prompt 0 holds.*surrogate"):
             llm.stream(text)
-        with pytest.raises(ValueError, match=r"prompt holds.*surrogate"):
+        with pytest.raises(ValueError, match=r"prompt 0 holds.*surrogate"):
             llm.add_request(text)
         with pytest.raises(ValueError, match=r"prompt 0 holds.*surrogate"):
             llm.chat([{"role": "user", "content": text}])

@@ -6,7 +6,7 @@ the last one are fetched, and everything the host does happens while the device 
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -81,17 +81,17 @@ class LLMEngine:
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        if isinstance(prompt, str):
-            check_text("prompt", prompt)
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return self._enqueue(self._make_sequence(ids, params))
+        return self._enqueue(self._make_sequence(self._tokenize([prompt])[0], params))
 
     def abort(self, seq_id: int) -> None:
         """End a request; it is never part of a result. Unknown and finished ids are ignored.
 
         While a step runs, so in a signal handler or another thread, it ends when the step does, or with the next one.
         """
-        self._abort([seq_id])
+        self.to_abort.append(seq_id)
+        if not self.changing:
+            with suppress(EngineError):  # another thread is using the engine
+                self._change(self._flush_aborts)
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running and no finished output is left to fetch."""
@@ -131,11 +131,13 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and free everything; may be called again."""
         if not self.closed:
-            self._change(self._close)
+            self._change(self._drop_all)
+            self.closed = True
+            self.runner.exit()
 
     # Inside
 
-    def _change(self, action: Callable[[], T]) -> T:
+    def _change(self, action: Callable[..., T], *args: Any) -> T:
         """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
         if self.changing:  # a signal handler
             raise EngineError("a step of this engine is running: nothing but abort() is possible meanwhile")
@@ -144,7 +146,7 @@ class LLMEngine:
             self.changing = True
             if self.broken:
                 self._drop_all()
-            result = action()
+            result = action(*args)
             self._flush_aborts()
             if self.scheduler.is_finished():
                 self.in_flight.clear()  # rows of sequences that have ended
@@ -161,22 +163,20 @@ class LLMEngine:
         if not self.lock.acquire(blocking=False):
             raise EngineError("another thread is using this engine: must be one thread at a time")
 
-    def _abort(self, seq_ids: Iterable[int]) -> None:
-        self.to_abort.extend(seq_ids)
-        if not self.changing:
-            with suppress(EngineError):  # another thread is using the engine
-                self._change(self._flush_aborts)
-
     def _flush_aborts(self) -> None:
         while self.to_abort:
             if request := self.sequences.pop(self.to_abort.pop(), None):
                 for seq in _samples(request):
                     self.scheduler.abort(seq)
 
-    def _close(self) -> None:
-        self.closed = True
-        self._drop_all()
-        self.runner.exit()
+    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[Any]:
+        """`prompts` with ids in the place of strings; `ValueError` for text that no tokenizer takes."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and (found := SURROGATE.search(prompt)):
+                raise ValueError(f"prompt {i} holds {found[0]!r} at {found.start()}: must not have a lone surrogate")
+        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence that is not queued yet."""
@@ -232,21 +232,19 @@ class LLMEngine:
         return samples[0]
 
     def _enqueue(self, request: Sequence) -> int:
+        return self._change(self._add, request)
+
+    def _add(self, request: Sequence) -> int:
         number = next(self.request_numbers)
         if request.params.seed is None:
             key = struct.pack("<qq", self.config.seed, number)
             request.seed = xxhash.xxh64_intdigest(key)
         key = struct.pack("<Q", request.seed % 2**64)
+        self.sequences[request.seq_id] = request
         for i, seq in enumerate(_samples(request)):
             seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
             seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-
-        def add() -> None:
-            self.sequences[request.seq_id] = request
-            for seq in _samples(request):
-                self.scheduler.add(seq)
-
-        self._change(add)
+            self.scheduler.add(seq)
         return request.seq_id
 
     def _step(self) -> list[Sequence]:
@@ -343,14 +341,6 @@ class LLMEngine:
             return self.tokenizer is not None
         except ValueError:
             return False
-
-
-def check_text(name: str, text: str) -> None:
-    """`ValueError` for text that no tokenizer takes; the message starts with `name`."""
-    if found := SURROGATE.search(text):
-        raise ValueError(
-            f"{name} holds {found[0]!r} at {found.start()}: must be valid Unicode, without lone surrogates"
-        )
 
 
 def _samples(request: Sequence) -> list[Sequence]:

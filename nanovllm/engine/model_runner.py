@@ -506,19 +506,19 @@ def _pick_device(name: str) -> torch.device:
 
 def _warn_if_slow(config: Config, device: torch.device, fits_graphs: bool) -> None:
     """Warn of what is far slower than this machine allows and was probably not meant."""
-    if device.type == "cuda" and not fits_graphs and not config.enforce_eager:
-        warnings.warn(
-            f"attention_backend={config.attention_backend!r} rules out CUDA graphs, which makes decode several times "
-            "slower; use 'auto', or say enforce_eager=True if it is meant",
-            stacklevel=2,
-        )
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    reason, hidden = "", os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if device.type == "cpu" and config.device == "auto" and not hidden and os.path.exists(NVIDIA_DRIVER):
-        warnings.warn(
+        reason = (
             f"device='auto' runs on the CPU although there is an NVIDIA GPU: torch {torch.__version__} cannot use it; "
-            "install a CUDA build of torch that fits the driver, or say device='cpu' if it is meant",
-            stacklevel=2,
+            "install a CUDA build of torch that fits the driver, or say device='cpu' if it is meant"
         )
+    if device.type == "cuda" and not fits_graphs and not config.enforce_eager:
+        reason = (
+            f"attention_backend={config.attention_backend!r} rules out CUDA graphs, which makes decode several times "
+            "slower; use 'auto', or say enforce_eager=True if it is meant"
+        )
+    if reason:
+        warnings.warn(reason, stacklevel=2)
 
 
 def _pick_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -13,6 +13,7 @@ Invariants: a sequence is in exactly one of `waiting`, `running` or finished; on
 sequence can own blocks (a prompt between two chunks); blocks are released in `_release` alone.
 """
 
+import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -63,8 +64,7 @@ class Scheduler:
         self.num_prompt_tokens = 0
         self.num_hit_tokens = 0
         self.num_generated_tokens = 0
-        self.num_finished = 0
-        self.has_warned = False
+        self.patience: float = MANY_PREEMPTIONS
         self.mean_completion: float | None = None
 
     def reset(self, seqs: Iterable[Sequence] = ()) -> None:
@@ -280,12 +280,12 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
-        if self.num_preemptions > MANY_PREEMPTIONS + self.num_finished // 4 and not self.has_warned:
-            self.has_warned = True
+        self.patience -= 1
+        if self.patience < 0:
+            self.patience = math.inf
             warnings.warn(
-                f"{self.num_preemptions} preemptions, {self.num_finished} requests finished: the KV cache of "
-                f"{self.num_blocks} blocks is too small for all that runs, and much is computed again; raise "
-                "num_kvcache_blocks or gpu_memory_utilization, or lower max_num_seqs",
+                f"{self.num_preemptions} preemptions: the KV cache of {self.num_blocks} blocks is too small for what "
+                "runs, which is slow; raise num_kvcache_blocks or gpu_memory_utilization, or lower max_num_seqs",
                 stacklevel=2,
             )
         self.block_manager.register(seq, seq.num_cached_tokens)
@@ -319,7 +319,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if reason != "abort":
-            self.num_finished += 1
+            self.patience += 0.25
             mean = self.mean_completion
             length = seq.num_completion_tokens
             self.mean_completion = length if mean is None else mean + (length - mean) / 32
