@@ -356,6 +356,8 @@ def test_code_in_the_folder_is_never_run(
     settings = json.loads((copy / file).read_text())
     names = {"AutoModelForCausalLM": "custom.Custom", "AutoTokenizer": ["custom.Custom", "custom.Custom"]}
     (copy / file).write_text(json.dumps({**settings, "tokenizer_class": "Custom", "auto_map": names}))
+    if file != "config.json":
+        edit_config(copy, model_type="custom")  # one that transformers does not know
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     try:
         with load(copy) as llm:

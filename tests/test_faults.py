@@ -383,8 +383,10 @@ def test_an_interrupt_of_the_clearing_up_is_made_good_by_the_next_call() -> None
             raise KeyboardInterrupt
 
         llm.scheduler.reset = interrupted  # type: ignore[method-assign]
-        with Fault(llm, "before launch", 2, Injected), pytest.raises(KeyboardInterrupt):
-            run(llm, FAMILY)
+        llm.add_request(FAMILY, GREEDY)
+        llm.step()
+        with Fault(llm, "before launch", 1, Injected), pytest.raises(KeyboardInterrupt):
+            llm.step()
         assert run(llm, FAMILY)[0]["token_ids"] == expected
         assert_empty(llm)
 
