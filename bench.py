@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -83,15 +84,15 @@ def workloads(seqs: float, length: float, vocab: int, seed: int) -> dict[str, Ca
 def floor_seconds(work: Workload, hf: Any, itemsize: int, num_gpus: int) -> float:
     """Least time on H200s: K/V that each token must read, weights once a step, prefill at full matrix speed.
 
-    The K/V of a shared prefix are counted for every sequence, as if each had its own.
+    The K/V of a shared prefix are read once a step, for all sequences.
     """
     kv_heads, heads, dim, layers = hf.num_key_value_heads, hf.num_attention_heads, hf.head_dim, hf.num_hidden_layers
     layer = hf.hidden_size * (2 * heads + 2 * kv_heads) * dim + 3 * hf.hidden_size * hf.intermediate_size
     weights = layers * layer + hf.vocab_size * hf.hidden_size
-    keys = sum(o * len(p) + o * (o - 1) // 2 for p, o in zip(work.prompts, work.outputs))
-    kv_bytes = keys * 2 * layers * kv_heads * dim * itemsize
     lanes = min(len(work.prompts), work.max_num_seqs)
     steps = max(max(work.outputs), sum(work.outputs) / lanes)
+    own = sum(o * (len(p) - work.shared) + o * (o - 1) // 2 for p, o in zip(work.prompts, work.outputs))
+    kv_bytes = (own + work.shared * steps) * 2 * layers * kv_heads * dim * itemsize
     computed = sum(len(p) for p in work.prompts) - work.shared * (len(work.prompts) - 1)
     pairs = sum((len(p) ** 2 - work.shared**2) / 2 for p in work.prompts)
     flops = 2 * layers * layer * computed + 4 * layers * heads * dim * pairs
@@ -115,7 +116,7 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
     }  # fmt: skip
     with LLM(model, **options) as llm:
         startup = time.perf_counter() - start
-        seconds, first_token = [], []
+        seconds, first_token, samples = [], [], []
         before = after = llm.stats()
         for _ in range(args.repeats + 1):  # the first call is reported apart
             llm.scheduler.block_manager.clear_cache()  # a repeat must not find the prompts of the one before
@@ -123,9 +124,11 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
             start = time.perf_counter()
             for prompt, p in zip(work.prompts, params):
                 llm.add_request(prompt, p)
+            samples.append([(time.perf_counter() - start, llm.stats())])
             while not llm.is_finished():
                 llm.step()
                 after = llm.stats()
+                samples[-1].append((time.perf_counter() - start, after))
                 if len(first_token) == len(seconds) and after["num_waiting"] == 0:
                     if launched:  # with overlap the last prefill has ended one step after its launch
                         first_token.append(time.perf_counter() - start)
@@ -136,8 +139,8 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
         generated = after["generated_tokens"] - before["generated_tokens"]
         computed = after["prompt_tokens"] - before["prompt_tokens"]
         cached = after["cached_prompt_tokens"] - before["cached_prompt_tokens"]
-        result = {
-            "seconds": seconds[best], "first_call": seconds[0], "startup": startup,
+        result: dict[str, Any] = {
+            "samples": samples[best], "seconds": seconds[best], "first_call": seconds[0], "startup": startup,
             "output_tok_s": generated / seconds[best], "prefill_tok_s": (computed - cached) / first_token[best],
             "steps": after["steps"] - before["steps"], "preemptions": after["preemptions"] - before["preemptions"],
         }  # fmt: skip
@@ -167,12 +170,136 @@ def run_transformers(work: Workload, args: argparse.Namespace, model: str) -> di
     for _ in range(args.repeats + 1):
         start = time.perf_counter()
         peer.generate(
-            ids, attention_mask=mask, max_new_tokens=n, min_new_tokens=n, do_sample=False, pad_token_id=0,
+            ids,
+            attention_mask=mask,
+            max_new_tokens=n,
+            min_new_tokens=n,
+            do_sample=False,
+            pad_token_id=0,
             eos_token_id=None,
         )
         seconds.append(time.perf_counter() - start)
     best = min(seconds[1:] or seconds)
     return {"seconds": best, "first_call": seconds[0], "output_tok_s": sum(work.outputs) / best}
+
+
+def run_vllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """By vLLM's public classes; the tests have a stand-in for them."""
+    from vllm import LLM, SamplingParams
+
+    start = time.perf_counter()
+    llm = LLM(
+        model, skip_tokenizer_init=True, load_format=args.load_format, dtype=args.dtype, seed=args.seed,
+        max_model_len=args.max_model_len, max_num_seqs=min(work.max_num_seqs, args.max_num_seqs),
+        tensor_parallel_size=args.tensor_parallel_size, enforce_eager=args.enforce_eager,
+    )  # fmt: skip
+    startup = time.perf_counter() - start
+    prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
+    params = [
+        SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n, detokenize=False)
+        for n in work.outputs
+    ]
+    seconds = []
+    for _ in range(args.repeats + 1):
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds[1:] or seconds)
+    return {
+        "seconds": best, "first_call": seconds[0], "startup": startup, "output_tok_s": sum(work.outputs) / best,
+    }  # fmt: skip
+
+
+ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
+
+
+def draw_runs(runs: dict[str, list[tuple[float, dict[str, int]]]], file: str) -> None:
+    """One column a workload: what `stats()` said after each step, over the seconds of the run."""
+    import numpy as np
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+    labels = ("sequences", "prefill tok/s", "decode tok/s", "KV blocks in use", "preemptions")
+    figure = Figure(figsize=(1 + 5 * len(runs), 9), dpi=120, layout="constrained")
+    grid = figure.subplots(len(labels), len(runs), sharex="col", squeeze=False)
+    for column, (name, samples) in zip(grid.T, runs.items()):
+        times = np.array([seconds for seconds, _ in samples])
+        now = {key: np.array([stats[key] for _, stats in samples]) for key in samples[0][1]}
+        edges = np.linspace(0, times[-1], 101)
+
+        def speed(tokens: Any, times: Any = times, edges: Any = edges) -> Any:
+            return np.diff(np.interp(edges, times, tokens)) / np.diff(edges)
+
+        state = {"where": "post", "clip_on": False}
+        column[0].step(times, now["num_waiting"], color="tab:gray", label="waiting", **state)
+        column[0].step(times, now["num_running"], color="tab:blue", label="running", **state)
+        column[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
+        computed = now["prompt_tokens"] - now["cached_prompt_tokens"]
+        column[1].stairs(speed(computed), edges, fill=True, color="tab:orange")
+        column[2].stairs(speed(now["generated_tokens"]), edges, fill=True, color="tab:blue")
+        used = now["num_kvcache_blocks"] - now["num_free_blocks"]
+        column[3].step(times, used / now["num_kvcache_blocks"], color="tab:green", **state)
+        column[4].step(times, now["preemptions"] - now["preemptions"][0], color="tab:red", **state)
+        for axes, label in zip(column, labels):
+            axes.set_ylabel(label)
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in column[1:3]:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+        column[3].yaxis.set_major_formatter(PercentFormatter(1))
+        for axes in (column[0], column[4]):
+            axes.set_ylim(0, max(1, axes.get_ylim()[1]))
+            axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        column[0].set_title(name, loc="left")
+        column[-1].set_xlabel("seconds")
+        column[-1].set_xlim(0, times[-1])
+    figure.align_ylabels()
+    figure.savefig(file)
+
+
+def draw_results(results: list[dict[str, Any]], file: str) -> None:
+    """A bar for every result, those of a workload side by side and as long as they took against the slowest."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for r in results:
+        groups.setdefault((r["model"], r["workload"]), {})[r["engine"]] = r
+    engines = sorted({r["engine"] for r in results}, key=lambda engine: (engine != "nanovllm", engine))
+    colors = dict(zip(engines, ("#2563eb", "#a3aab5", "#cfd4db", "#e4e7eb")))
+    models = {model for model, _ in groups}
+    figure = Figure(figsize=(8, 0.8 + 0.28 * sum(len(group) + 0.8 for group in groups.values())), layout="constrained")
+    axes = figure.subplots()
+    y, ticks = 0.0, []
+    for (model, workload), group in groups.items():
+        slowest = max(r["seconds"] for r in group.values())
+        present = [engine for engine in engines if engine in group]
+        ticks.append((y + (len(present) - 1) / 2, workload if len(models) == 1 else f"{model}\n{workload}"))
+        floors = [r["floor"] for r in group.values() if "floor" in r]
+        if floors:
+            axes.vlines(
+                floors[0] / slowest, y - 0.5, y + len(present) - 0.5, color="black", label="floor of the hardware"
+            )
+        for engine in present:
+            seconds = group[engine]["seconds"]
+            axes.barh(y, seconds / slowest, 0.9, color=colors[engine], label=engine)
+            axes.text(seconds / slowest + 0.01, y, f"{seconds:.{2 if seconds < 10 else 1}f} s", va="center")
+            y += 1
+        y += 0.8
+    axes.set_yticks([position for position, _ in ticks], [label for _, label in ticks])
+    axes.tick_params(left=False)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.set_xlim(0, 1.1)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title(f"{models.pop() if len(models) == 1 else 'Workloads'}, seconds: shorter is better", loc="left")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    figure.legend(handles.values(), handles.keys(), loc="outside lower left", ncols=len(handles), frameon=False)
+    # text stays text, and the same results give the same file
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanovllm"}):
+        figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 
 def main() -> None:
@@ -181,7 +308,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=["bench"], help=f"any of {', '.join(names)}, or 'all'")
     parser.add_argument("--model", default="qwen3-0.6b", help=f"a folder, or with dummy weights {', '.join(SHAPES)}")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    parser.add_argument("--engine", default=["nanovllm"], nargs="+", choices=["nanovllm", "transformers"])
+    parser.add_argument("--engine", default=["nanovllm"], nargs="+", choices=list(ENGINES))
     parser.add_argument("--seqs", type=float, default=1.0, help="scale of the number of sequences")
     parser.add_argument("--length", type=float, default=1.0, help="scale of all lengths")
     parser.add_argument("--input-len", type=int, help="with --output-len and --num-seqs: one workload of these sizes")
@@ -198,7 +325,23 @@ def main() -> None:
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--plot", metavar="FILE", help="draw the runs of nanovllm over time there, as a PNG")
+    parser.add_argument(
+        "--figure", nargs="+", metavar="FILE", help="run nothing: draw to FILE what --json has written to the others"
+    )
     args = parser.parse_args()
+    for engine in args.engine:
+        if find_spec(engine) is None:
+            parser.error(f"--engine {engine}: {engine} is not installed")
+    if (args.plot or args.figure) and find_spec("matplotlib") is None:
+        parser.error("pictures need matplotlib: pip install 'nanovllm[plot]'")
+    if args.plot and "nanovllm" not in args.engine:
+        parser.error("--plot draws runs of nanovllm: --engine must name it")
+    if args.figure:
+        if len(args.figure) == 1:
+            parser.error("--figure needs the file to draw and at least one of results")
+        draw_results([r for file in args.figure[1:] for r in json.loads(Path(file).read_text())], args.figure[0])
+        return
     with TemporaryDirectory() as folder:
         model = args.model
         if model in SHAPES:
@@ -216,13 +359,15 @@ def main() -> None:
         chosen = names if args.workloads == ["all"] else args.workloads
         if unknown := [name for name in chosen if name not in table]:
             parser.error(f"unknown workload {unknown[0]!r}: must be any of {', '.join(table)}, or 'all'")
-        results = []
+        results, runs = [], {}
         heads = ("seconds", "first", "out tok/s", "prefill tok/s")
         print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
         for name in chosen:
             work = table[name]()
             for engine in args.engine:
-                r = {"nanovllm": run_nanovllm, "transformers": run_transformers}[engine](work, args, model)
+                r = ENGINES[engine](work, args, model)
+                if samples := r.pop("samples", None):
+                    runs[name] = samples
                 results.append({"workload": name, "engine": engine, "model": args.model, **r})
                 share = f"{r['floor']:.2f} s ({r['floor'] / r['seconds']:.0%})" if "floor" in r else "-"
                 prefill = f"{r['prefill_tok_s']:>14.0f}" if "prefill_tok_s" in r else f"{'-':>14}"
@@ -233,6 +378,8 @@ def main() -> None:
                 )
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=1))
+        if args.plot:
+            draw_runs(runs, args.plot)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,21 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) is greedy")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--question", action="append", help="ask this instead; may be repeated")
+    parser.add_argument("--stream", action="store_true", help="one answer after the other, shown as it comes")
     args = parser.parse_args()
 
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with LLM(args.model, device=args.device) as llm:
         print(f"Model {Path(args.model).name} on {llm.runner.device} in {llm.runner.dtype}")
         chats = [[{"role": "user", "content": question}] for question in args.question or QUESTIONS]
+        if args.stream:
+            for chat in chats:
+                print(f"\nPrompt:     {chat[0]['content']}\nCompletion: ", end="")
+                prompt = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                for piece in llm.stream(llm.tokenizer.encode(prompt, add_special_tokens=False), params):
+                    print(piece["text"], end="", flush=True)
+                print()
+            return
         for chat, output in zip(chats, llm.chat(chats, params)):
             print(f"\nPrompt:     {chat[0]['content']}\nCompletion: {output['text']}")
 

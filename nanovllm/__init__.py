@@ -1,4 +1,7 @@
-"""nanovllm: offline LLM inference that is small enough to read and fast enough to use."""
+"""nanovllm: offline LLM inference that is small enough to read and fast enough to use.
+
+What `__all__` names is the public interface; everything else may change.
+"""
 
 from nanovllm.errors import CheckpointError, EngineError, OutOfMemoryError
 from nanovllm.llm import LLM

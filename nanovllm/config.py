@@ -1,4 +1,8 @@
-"""Config: every option of the engine with its check; ModelConfig: what a `config.json` says."""
+"""Config: every option of the engine with its check; ModelConfig: what a `config.json` says.
+
+It must not import torch: a wrong option is refused before anything is loaded. Invariant: a `Config` that exists is
+valid for its model folder.
+"""
 
 import json
 import re

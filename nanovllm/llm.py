@@ -1,4 +1,9 @@
-"""LLM: what a script calls; prompts and results in bulk over the engine, no scheduling here."""
+"""LLM: what a script calls; prompts in bulk through the engine, results in their order.
+
+It checks and tokenizes all prompts, queues them and steps until they have ended. It must not know of blocks, batches
+or devices: all scheduling is the engine's. Invariant: a call returns the results of its own requests and leaves none
+behind. Whatever ends it early aborts them, and results of other callers that it meets are kept for `step`.
+"""
 
 from collections import deque
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""SamplingParams: how one request is sampled and when it stops; every field is checked on creation."""
+"""SamplingParams: how one request is sampled and when it stops; every field is checked on creation.
+
+It must not know of models: what needs a vocabulary or a tokenizer is checked when a request is added.
+"""
 
 import math
 import re

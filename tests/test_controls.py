@@ -10,7 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import controls
-from nanovllm.engine.controls import Controls, _Rows
+from nanovllm.engine.controls import Controls, _plan_rows, _Rows, plan_controls
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.kernels.sampling import sample
@@ -45,7 +45,7 @@ def changed(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
     history = torch.tensor([seq.token_ids + [-5] * 3], dtype=torch.int32, device=DEVICE)
     history[0, len(seq) :] = 0  # whatever lies there
     lens, t = torch.tensor([len(seq)], device=DEVICE), torch.tensor([seq.temperature], device=DEVICE)
-    return _Rows([0], [seq], DEVICE).change(logits[None].to(DEVICE).clone(), history, lens, t)[0]
+    return _Rows(*_plan_rows([0], [seq]), DEVICE).change(logits[None].to(DEVICE).clone(), history, lens, t)[0]
 
 
 def exact(logits: list[float], fields: dict[str, Any]) -> torch.Tensor:
@@ -125,8 +125,8 @@ def test_logits_of_the_step_and_of_rows_without_controls_stay_as_they_are() -> N
     before = logits.clone()
     for seq in seqs:
         seq.num_cached_tokens = len(seq)
-    both.plan(seqs, prefill=True)
-    both.resample(logits, ids, seqs)
+    both.load(plan_controls(seqs, prefill=True))
+    both.resample(logits, ids, [len(seq) for seq in seqs])
     assert torch.equal(logits, before)
     assert ids[[0, 2]].tolist() == [-1, -1] and ids[3] == logits[3].argmax()
     assert slots.last_tokens[[0, 2]].tolist() == ids[[1, 3]].tolist()
@@ -160,8 +160,8 @@ def test_ranks_with_shares_of_the_vocabulary_draw_what_one_rank_draws() -> None:
         for i, seq in enumerate(seqs):
             seq.slot, seq.num_cached_tokens, seq.seed = i, len(seq), i
         rows = Controls(slots, parallel, V, 50)
-        rows.plan(seqs, prefill=True)
-        rows.resample(share, ids, seqs)
+        rows.load(plan_controls(seqs, prefill=True))
+        rows.resample(share, ids, [len(seq) for seq in seqs])
         results.append(ids.tolist())
     assert results[0] == results[1] == results[2] and len(set(results[0])) > 2
 

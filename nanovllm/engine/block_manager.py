@@ -1,8 +1,14 @@
-"""BlockManager: which KV blocks a sequence owns and which it can share; ids only, no tensors.
+"""BlockManager: which KV blocks a sequence owns and which it can share; ids only, no tensors and no limits.
 
-A full block is content-addressed by a chained hash, so a prompt finds the blocks of its prefix. A hit
-also compares the ids and the identity of the parent's content: a hash collision is a miss, never a
+Paging: the K/V of a sequence lie in blocks of equally many tokens, anywhere in one pool, and its block table lists
+them in order. So it grows a block at a time, and only its last block has unused room.
+
+Hashing: a full block is addressed by a hash of its ids and of the block before it, so that a prompt finds the blocks of
+its prefix. A hit also compares the ids and the identity of the parent's content: a hash collision is a miss, never a
 wrong hit. Freed blocks keep their content until they are reused, least recently used first.
+
+Invariant: a block is free exactly when no block table holds it, and content that can be found never changes: only full
+blocks are registered, and a sequence writes behind them.
 """
 
 from collections import OrderedDict

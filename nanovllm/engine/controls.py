@@ -2,7 +2,8 @@
 
 A step samples every row plainly, inside its graph; requests without controls pay for nothing else. Here the rows with
 controls are copied, changed and sampled. Everything is ordered by the stream: nothing waits for the device, and what
-depends on ids that the host does not know yet reads them from `history`.
+depends on ids that the host does not know yet reads them from `history`. It must not know how a step computes its
+logits. Invariant: rows without controls keep the ids that they have, and every rank gets the same ones.
 """
 
 import numpy as np
@@ -17,6 +18,43 @@ from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
 MAX_ROWS = 128  # changed at once: bounds the memory, and so many rows of bf16 stay in a GPU's cache
+
+
+# The flags and host arrays of each group of rows, and of a prefill (slot, ids) of the sequences that look back.
+Plan = tuple[list[tuple[tuple[bool, ...], list[np.ndarray]]], list[tuple[int, list[int]]]]
+
+
+def plan_controls(seqs: list[Sequence], prefill: bool) -> Plan:
+    """What `Controls` of any rank need to know of a batch."""
+    groups, controlled = [], [i for i, s in enumerate(seqs) if s.has_controls]
+    for adjusts in (False, True):
+        rows = [i for i in controlled if seqs[i].params.adjusts_logits == adjusts]
+        groups += [_plan_rows(rows[i : i + MAX_ROWS], seqs) for i in range(0, len(rows), MAX_ROWS)]
+    return groups, [(s.slot, s.token_ids) for s in seqs if s.looks_back] if prefill else []
+
+
+def _plan_rows(index: list[int], seqs: list[Sequence]) -> tuple[tuple[bool, ...], list[np.ndarray]]:
+    mine = [seqs[i] for i in index]
+    params = [s.params for s in mine]
+    allowed = [(r, i) for r, p in enumerate(params) for i in p.allowed_token_ids or ()]
+    words = [(r, word) for r, s in enumerate(mine) for word in s.bad_words if len(word) > 1]
+    added = [(r, i, np.clip(v, -1e30, 1e30)) for r, p in enumerate(params) for i, v in (p.logit_bias or {}).items()]
+    added += [(r, word[0], -np.inf) for r, s in enumerate(mine) for word in s.bad_words if len(word) == 1]
+    added += [(r, word[-1], -np.inf) for r, word in words]
+    prefixes = np.full((len(words), max([len(word) - 1 for _, word in words], default=0)), -1)
+    for prefix, (_, word) in zip(prefixes, words):
+        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
+    ints = [
+        index, [s.slot for s in mine], [s.num_prompt_tokens for s in mine], [min(p.top_k, 2**31 - 1) for p in params],
+        sorted({r for r, _ in allowed}), np.reshape(allowed, (-1, 2)).T,
+        np.reshape([e[:2] for e in added], (-1, 2)).T, prefixes,
+    ]  # fmt: skip
+    floats = [[v for *_, v in added], *zip(*((p.top_p, p.min_p, *p.penalties) for p in params))]
+    flags = (
+        params[0].adjusts_logits, any(p.penalises for p in params), any(s.looks_back for s in mine),
+        any(p.truncates for p in params),
+    )  # fmt: skip
+    return flags, [np.asarray(a, np.int32) for a in ints] + [np.asarray(a, np.float32) for a in floats]
 
 
 class Controls:
@@ -38,26 +76,24 @@ class Controls:
         # rows, their copies in fp32, counts; and what is computed for each position
         return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (12 * self.vocab_size + 56 * length)
 
-    def plan(self, seqs: list[Sequence], prefill: bool) -> None:
-        """Upload what the next calls of `resample` need for a batch of `seqs`; after a prefill, their ids as well."""
-        self.groups = []
-        for adjusts in (False, True):
-            rows = [i for i, s in enumerate(seqs) if s.has_controls and s.params.adjusts_logits == adjusts]
-            for start in range(0, len(rows), MAX_ROWS):
-                self.groups.append(_Rows(rows[start : start + MAX_ROWS], seqs, self.history.device))
-        for seq in seqs if prefill else ():
-            if seq.looks_back:
-                if not len(self.history):
-                    self.history = self.history.new_zeros(len(self.slots.seeds), self.max_model_len)
-                (ids,) = to_device([np.array(seq.token_ids, dtype=np.int32)], self.history.device)
-                self.history[seq.slot, : len(ids)] = ids
+    def load(self, plan: Plan) -> None:
+        """Upload what the next calls of `resample` need."""
+        groups, histories = plan
+        self.groups = [_Rows(*group, self.history.device) for group in groups]
+        for slot, token_ids in histories:
+            if not len(self.history):
+                self.history = self.history.new_zeros(len(self.slots.seeds), self.max_model_len)
+            (ids,) = to_device([np.array(token_ids, dtype=np.int32)], self.history.device)
+            self.history[slot, : len(ids)] = ids
 
-    def resample(self, logits: torch.Tensor, ids: torch.Tensor, seqs: list[Sequence]) -> None:
-        """Replace in `ids` [B], and in the slots, what the batch that was planned samples from `logits` [B, V]."""
+    def resample(self, logits: torch.Tensor, ids: torch.Tensor, key_lens: list[int] | None) -> None:
+        """Replace in `ids` [B], and in the slots, what the batch of the plan samples from `logits` [B, V].
+
+        key_lens: tokens of each of its sequences; needed if any has controls.
+        """
         if not self.groups:
             return
-        slots, vocab = self.slots, self.vocab_size
-        longest = max(seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs)
+        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens or ())
         for rows in self.groups:
             x = logits[rows.index]
             if self.parallel.size > 1:
@@ -82,33 +118,12 @@ class _Rows:
     ids before are words [W, L], right-aligned and padded with -1.
     """
 
-    def __init__(self, index: list[int], seqs: list[Sequence], device: torch.device) -> None:
-        mine = [seqs[i] for i in index]
-        params = [s.params for s in mine]
-        self.adjusts = params[0].adjusts_logits
-        self.penalises = any(p.penalises for p in params)
-        self.looks_back = any(s.looks_back for s in mine)
-        self.truncates = any(p.truncates for p in params)
-        allowed = [(r, i) for r, p in enumerate(params) for i in p.allowed_token_ids or ()]
-        words = [(r, word) for r, s in enumerate(mine) for word in s.bad_words if len(word) > 1]
-        added = [(r, i, np.clip(v, -1e30, 1e30)) for r, p in enumerate(params) for i, v in (p.logit_bias or {}).items()]
-        added += [(r, word[0], -np.inf) for r, s in enumerate(mine) for word in s.bad_words if len(word) == 1]
-        added += [(r, word[-1], -np.inf) for r, word in words]
-        prefixes = np.full((len(words), max([len(word) - 1 for _, word in words], default=0)), -1)
-        for prefix, (_, word) in zip(prefixes, words):
-            prefix[len(prefix) - len(word) + 1 :] = word[:-1]
-        ints = [
-            index, [s.slot for s in mine], [s.num_prompt_tokens for s in mine],
-            [min(p.top_k, 2**31 - 1) for p in params], sorted({r for r, _ in allowed}),
-            np.reshape(allowed, (-1, 2)).T, np.reshape([e[:2] for e in added], (-1, 2)).T, prefixes,
-        ]  # fmt: skip
-        floats = [[v for *_, v in added], *zip(*((p.top_p, p.min_p, *p.penalties) for p in params))]
+    def __init__(self, flags: tuple[bool, ...], arrays: list[np.ndarray], device: torch.device) -> None:
+        self.adjusts, self.penalises, self.looks_back, self.truncates = flags
         (
             self.index, self.slots, self.num_prompt, self.top_k, self.restricted, self.allowed, self.added, self.words,
             self.values, self.top_p, self.min_p, *penalties,
-        ) = to_device(
-            [np.asarray(a, dtype=np.int32) for a in ints] + [np.asarray(a, dtype=np.float32) for a in floats], device
-        )  # fmt: skip
+        ) = to_device(arrays, device)  # fmt: skip
         self.penalties = tuple(penalties)
 
     def change(

@@ -1,7 +1,12 @@
-"""LLMEngine: requests in, finished outputs out; it ties scheduler, runner and text together.
+"""LLMEngine: requests in, finished outputs out; the loop that ties scheduler, runner and text together.
 
-With overlap one step is always in flight: the next one is scheduled and launched before the ids of
-the last one are fetched, and everything the host does happens while the device works.
+Overlap: on a GPU one step is always in flight. The next one is scheduled and launched before the ids of the last are
+fetched, so that the host works while the device does. It is launched on the guess that no sequence of the step in
+flight stops. A stop by length is known beforehand; after a stop by a token one row too many has been computed, which
+is dropped when its id arrives. Without overlap the same functions run one after another.
+
+It must not know how sequences become tensors, nor which block is whose. Invariant: `sequences` holds the requests that
+have not ended. An error in a step ends all of them, and nothing that the step wrote is ever taken for a prefix.
 """
 
 import struct
@@ -40,12 +45,11 @@ class LLMEngine:
 
     def __init__(self, model: str, **options: Any) -> None:
         self.config = Config.create(model, **options)
-        if (size := self.config.tensor_parallel_size) > 1:
-            raise ValueError(f"tensor_parallel_size={size}: must be 1, more ranks are not supported yet")
         # imported late: `import nanovllm` stays cheap, and options are checked before torch is loaded
         from nanovllm.engine.model_runner import ModelRunner
+        from nanovllm.engine.worker import LeadRunner
 
-        self.runner = ModelRunner(self.config)
+        self.runner = (LeadRunner if self.config.tensor_parallel_size > 1 else ModelRunner)(self.config)
         Sequence.block_size = self.config.kvcache_block_size
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks, self.config.hf.eos_token_ids)
         self.overlap = self.config.async_scheduling and self.runner.is_cuda
@@ -263,6 +267,7 @@ class LLMEngine:
         while len(self.in_flight) > (1 if self.overlap and batch else 0):
             batch_done, result = self.in_flight.popleft()
             ids = result.tolist()
+            self.runner.check()
             for seq, entries, entry in result.logprobs():
                 if not seq.is_finished:  # else the row is dropped
                     entries.append(entry)

@@ -1,8 +1,13 @@
 """ModelRunner: device memory, the inputs of a step, CUDA graphs, one forward pass with sampling.
 
-It knows the sequences of the step it runs and nothing of requests, queues or text. On a GPU `launch`
-returns while the step runs; the ids stay on the device for the next step and come to the host through
-a pinned buffer and an event. A CPU runs the same code without graphs.
+A prefill sends the ids to compute and fills the slots of its sequences; a decode takes everything from the slots. On a
+GPU it is the replay of one CUDA graph from input ids to sampled ids, captured for some batch sizes; a batch is padded
+to the next of them with a row that stores nothing. `launch` returns while the step runs; the ids stay on the device for
+the next step and come to the host through a pinned buffer and an event. A CPU runs the same code without graphs. The
+KV cache gets what its share of the memory leaves beside weights, the peak of a full step and graphs, all measured.
+
+It knows the sequences of the step it runs and must not know of requests, queues or text. Invariants: all work is on
+one stream, in the order of the launches; what a graph reads or writes is allocated once, before it is captured.
 """
 
 import math
@@ -18,7 +23,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.controls import Controls
+from nanovllm.engine.controls import Controls, Plan, plan_controls
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -93,7 +98,9 @@ class ModelRunner:
 
     def __init__(self, config: Config, parallel: Parallel | None = None) -> None:
         self.config, self.parallel = config, parallel or Parallel()
-        self.device = _pick_device(config.device)
+        # by batch size and whether a shared prefix is read once
+        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.device = pick_device(config.device)
         self.is_cuda = self.device.type == "cuda"
         self.dtype = _pick_dtype(config, self.device)
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
@@ -128,9 +135,9 @@ class ModelRunner:
         self.controls = Controls(self.slots, self.parallel, hf.vocab_size, config.max_model_len)
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
-        self.has_min_tokens = False
+        self.has_min_tokens = self.has_controls = False
         self.owners: list[Owner] = []  # of those in `rows` that want log-probabilities, and where they are
-        self.logprob_rows = torch.empty(0, dtype=torch.int32, device=self.device)
+        self.logprob_rows, self.num_logprobs = torch.empty(0, dtype=torch.int32, device=self.device), 0
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
@@ -141,8 +148,6 @@ class ModelRunner:
             torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
         )
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
-        # by batch size and whether a shared prefix is read once
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         if self.is_cuda:  # graphs share memory only within one pool and one stream
             self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
@@ -153,7 +158,7 @@ class ModelRunner:
                 self._rehearse()
             self.slots.last_tokens.zero_()  # ids that no kernel has written
             self._rehearse()  # initialises what a capture cannot
-        self.num_kvcache_blocks = self._count_blocks()
+        self.num_kvcache_blocks = self.parallel.minimum(self._count_blocks(), self.device)
         try:
             self._allocate_cache(self.num_kvcache_blocks)
         except (RuntimeError, MemoryError) as error:  # of a GPU, of a CPU
@@ -179,26 +184,39 @@ class ModelRunner:
     def launch(self, batch: Batch) -> PendingIds:
         """Start a step; the ids sampled for the first `num_sampled` sequences follow in the result."""
         if not batch.is_prefill:
-            ids, pieces = self._decode(batch)
+            ids, pieces = self.decode(*self._plan_decode(batch))
             return PendingIds(ids, self.order, self.owners, pieces)
-        owners, scored = _scored_rows(batch.seqs)
-        sampled_owners, wanted = _sampled_rows(batch.seqs[: batch.num_sampled])
+        seqs, n = batch.seqs, batch.num_sampled
+        owners, scored = _scored_rows(seqs)
+        sampled_owners, wanted = _sampled_rows(seqs[:n])
         owners += sampled_owners
-        ids, pieces = self._prefill(batch, scored, wanted, _most(owners))
+        plan = plan_controls(seqs[:n], prefill=True)
+        ids, pieces = self.prefill(
+            seqs, n, batch.copies, scored, wanted, _most(owners), _early_stops(seqs[:n]), plan
+        )  # fmt: skip
         return PendingIds(ids, None, owners, pieces)
 
-    def _prefill(
-        self, batch: Batch, scored: list[tuple[int, int]], wanted: list[int], k: int
-    ) -> tuple[torch.Tensor, Pieces]:
-        """The sampled ids; log-probabilities of `scored`, (row, id that follows), and of the ids of rows `wanted`."""
-        seqs, n, block_size = batch.seqs, batch.num_sampled, self.config.kvcache_block_size
+    def check(self) -> None:
+        """Raise `EngineError` if another rank has failed, so that ids may be rubbish; here there is none."""
+
+    def prefill(
+        self, seqs: list[Sequence], n: int, copies: list[tuple[int, int, int]], scored: list[tuple[int, int]],
+        wanted: list[int], k: int, masked: list[tuple[int, int]], plan: Plan,
+    ) -> tuple[torch.Tensor, Pieces]:  # fmt: skip
+        """Compute what is scheduled of `seqs` and sample for the first `n`: ids [n], and log-probabilities.
+
+        copies: (row, source, target) of last blocks that are read from another sequence's.
+        scored, wanted, k: log-probabilities of (position, id that follows) and of what rows sample, with k others.
+        masked: (row, token id) of what must not be sampled; plan: of the controls.
+        """
+        block_size = self.config.kvcache_block_size
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         key_lens = [start + length for start, length in zip(starts, query_lens)]
         positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
         tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
         stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
-        for i, source, _ in batch.copies:
+        for i, source, _ in copies:
             stores[i][:], tables[i][-1] = -1, source
         padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
         for row, table in zip(padded_tables, tables):
@@ -209,7 +227,7 @@ class ModelRunner:
         ) = to_device(
             [
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
-                np.concatenate([np.array(s.token_ids[a:b], dtype=np.int32) for s, a, b in zip(seqs, starts, key_lens)]),
+                np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
                 np.concatenate(positions),
                 np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),
@@ -231,8 +249,8 @@ class ModelRunner:
             True, position_ids, slot_mapping, slots.block_tables, rows, context_lens, cu_seqlens_q, query_lens, key_lens
         )
         hidden = self.model(input_ids, context)
-        if batch.copies:
-            self._copy_blocks(batch)
+        if copies:
+            self._copy_blocks(seqs, copies)
         pieces = []
         for i in range(0, len(scored), PROMPT_LOGPROB_ROWS):
             (part,) = to_device([np.array(scored[i : i + PROMPT_LOGPROB_ROWS], dtype=np.int64).T], self.device)
@@ -243,20 +261,20 @@ class ModelRunner:
         if wanted:
             (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
             raw = logits[wanted_rows]  # a copy: what follows may change `logits`
-        self._mask_early_stops(logits, seqs[:n])
+        self._mask(logits, masked)
         ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
         slots.last_tokens[rows[:n]] = ids
-        self.controls.plan(seqs[:n], prefill=True)
-        self.controls.resample(logits, ids, seqs)
+        self.controls.load(plan)
+        self.controls.resample(logits, ids, key_lens)
         if wanted:
             pieces.append(self.sampler.logprobs(raw, ids[wanted_rows], k))
         return ids, pieces
 
-    def _copy_blocks(self, batch: Batch) -> None:
-        """Give the sequences of `batch.copies` their own last block, a copy of the one that they have read."""
-        entries, sources, targets = zip(*batch.copies)
-        slots = [batch.seqs[i].slot for i in entries]
-        last = [len(batch.seqs[i].block_table) - 1 for i in entries]
+    def _copy_blocks(self, seqs: list[Sequence], copies: list[tuple[int, int, int]]) -> None:
+        """Give the sequences of `copies` their own last block, a copy of the one that they have read."""
+        entries, sources, targets = zip(*copies)
+        slots = [seqs[i].slot for i in entries]
+        last = [len(seqs[i].block_table) - 1 for i in entries]
         slot, index, source, target = to_device(
             [np.array([slots, last, sources, targets], dtype=np.int32)], self.device
         )[0]
@@ -266,45 +284,71 @@ class ModelRunner:
                 for from_, to in zip(source.split(COPIED_BLOCKS), target.split(COPIED_BLOCKS)):
                     cache[to] = cache[from_]
 
-    def _decode(self, batch: Batch) -> tuple[torch.Tensor, Pieces]:
-        n = len(batch.seqs)
-        slots = [seq.slot for seq in batch.seqs]
-        size = next((s for s in self.graph_sizes if s >= n), n)
-        arrays = [np.array(batch.new_blocks, dtype=np.int32).reshape(-1, 3).T]
+    def _plan_decode(self, batch: Batch) -> tuple[Any, ...]:
+        """The arguments of `decode`, of a size that does not depend on the length of the sequences."""
+        seqs = batch.seqs
+        slots = [seq.slot for seq in seqs]
+        changed = None
         if slots != self.slots_on_device:
             # the longest first: attention ends sooner if the programs that start last have least to do
-            self.order = sorted(range(n), key=lambda i: -batch.seqs[i].num_cached_tokens)
-            rows = [slots[i] for i in self.order] + [self.slots.padding_row] * (size - n)
-            shared_blocks = commonprefix([seq.block_table for seq in batch.seqs])  # noqa: RUF071 (of lists)
+            self.order = sorted(range(len(seqs)), key=lambda i: -seqs[i].num_cached_tokens)
+            shared_blocks = commonprefix([seq.block_table for seq in seqs])  # noqa: RUF071 (of lists)
             shared = len(shared_blocks) * self.config.kvcache_block_size
-            self.reads_shared = self.backend.reads_shared_prefix(n, shared)
-            self.has_min_tokens = any(seq.min_tokens for seq in batch.seqs)
-            self.controls.plan([batch.seqs[i] for i in self.order], prefill=False)
+            in_order = [seqs[i] for i in self.order]
+            self.owners, wanted = _sampled_rows(in_order)
+            changed = (
+                [slots[i] for i in self.order], shared, self.backend.reads_shared_prefix(len(seqs), shared),
+                wanted, _most(self.owners), plan_controls(in_order, prefill=False),
+            )  # fmt: skip
+            self.has_min_tokens = any(seq.min_tokens for seq in seqs)
+            self.has_controls = any(seq.has_controls for seq in seqs)
+            self.slots_on_device = slots
+        masked = _early_stops([seqs[i] for i in self.order]) if self.has_min_tokens else []
+        needs_lens = self.has_controls or not self.graph_sizes
+        key_lens = [seqs[i].num_cached_tokens + 1 for i in self.order] if needs_lens else None
+        return len(seqs), batch.new_blocks, changed, masked, key_lens
+
+    def decode(
+        self, n: int, new_blocks: list[tuple[int, int, int]],
+        changed: tuple[list[int], int, bool, list[int], int, Plan] | None,
+        masked: list[tuple[int, int]], key_lens: list[int] | None,
+    ) -> tuple[torch.Tensor, Pieces]:  # fmt: skip
+        """One token for each of the `n` sequences on the device: ids [n] in their order there, and log-probabilities.
+
+        changed: their slots, the keys that all share, whether to read those once, which rows want log-probabilities,
+        with how many others, and the plan of the controls; `None` if all is as in the last step.
+        key_lens: keys of each, those of this step included; `None` where nothing needs them.
+        """
+        size = next((s for s in self.graph_sizes if s >= n), n)
+        arrays = [np.array(new_blocks, dtype=np.int32).reshape(-1, 3).T]
+        if changed:
+            slots, shared, self.reads_shared, wanted, self.num_logprobs, plan = changed
+            self.controls.load(plan)
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
                 try:
                     self._capture(size, self.reads_shared)
                 except torch.OutOfMemoryError:  # the plain one gives the same, it only reads more
                     self.graphs[size, self.reads_shared] = self.graphs[size, False]
-            self.slots_on_device = slots
-            self.owners, wanted = _sampled_rows([batch.seqs[i] for i in self.order])
+            rows = slots + [self.slots.padding_row] * (size - n)
             arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]
-        if len(arrays) > 1 or batch.new_blocks:
-            (slot, index, block_id), *changed = to_device(arrays, self.device)
+        if changed or new_blocks:
+            (slot, index, block_id), *on_device = to_device(arrays, self.device)
             self.slots.block_tables[slot, index] = block_id
-            if changed:
-                self.rows[:size], self.shared_len[:], self.logprob_rows = changed
+            if on_device:
+                self.rows[:size], self.shared_len[:], self.logprob_rows = on_device
         if self.graph_sizes:
             self.graphs[size, self.reads_shared].replay()
         else:
-            self._decode_step(n, [batch.seqs[i].num_cached_tokens + 1 for i in self.order])
-        if self.owners:
+            self._decode_step(n, key_lens)
+        if len(self.logprob_rows):
             raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
-        if self.has_min_tokens and self._mask_early_stops(self.logits, [batch.seqs[i] for i in self.order]):
+        if masked:
+            self._mask(self.logits, masked)
             self._sample_into_slots(n)
-        self.controls.resample(self.logits, self.token_ids, batch.seqs)
+        self.controls.resample(self.logits, self.token_ids, key_lens)
         pieces = []
-        if self.owners:
-            pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], _most(self.owners)))
+        if len(self.logprob_rows):
+            pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], self.num_logprobs))
         return self.token_ids[:n], pieces
 
     def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
@@ -329,20 +373,13 @@ class ModelRunner:
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
 
-    def _mask_early_stops(self, logits: torch.Tensor, seqs: list[Sequence]) -> bool:
-        """Rule out the stop ids of sequences that have not reached `min_tokens`; false if there are none."""
+    def _mask(self, logits: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Rule out the (row, token id) `pairs` as far as the ids are in this rank's share of the vocabulary."""
         start = self.sampler.vocab_start
-        masked = [
-            (i, stop_id - start)
-            for i, seq in enumerate(seqs)
-            if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
-            for stop_id in seq.stop_ids
-            if 0 <= stop_id - start < logits.shape[1]
-        ]
-        if masked:
-            row, column = to_device([np.array(masked, dtype=np.int32).T], logits.device)[0]
+        mine = [(row, token_id - start) for row, token_id in pairs if 0 <= token_id - start < logits.shape[1]]
+        if mine:
+            row, column = to_device([np.array(mine, dtype=np.int32).T], logits.device)[0]
             logits[row, column] = -torch.inf
-        return bool(masked)
 
     # Memory and graphs
 
@@ -445,13 +482,23 @@ class ModelRunner:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.graph_stream):
-            graph.capture_begin(pool=self.graph_pool)
+            # other threads, as NCCL's own, may go on calling CUDA
+            graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
             try:
                 self._decode_step(size)
             finally:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
-        self.slots_on_device = []
+
+
+def _early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
+    """(row, stop id) of the sequences that have not reached `min_tokens`."""
+    return [
+        (row, stop_id)
+        for row, seq in enumerate(seqs)
+        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
+        for stop_id in seq.stop_ids
+    ]
 
 
 def _sampled_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[int]]:
@@ -496,7 +543,7 @@ def _graph_sizes(most: int) -> list[int]:
     return [*(s for s in (1, 2, 4, 8) if s < most), *range(16, most, 16), most]
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
     if name == "cpu" or not torch.cuda.is_available():

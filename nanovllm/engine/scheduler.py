@@ -1,16 +1,16 @@
 """Scheduler: who runs in the next step; it knows sequences and blocks, nothing of torch or devices.
 
-A step is either a prefill (prompts, whole or in chunks) or a decode (one token for every running
-sequence). Prompts are admitted in groups, so that newcomers do not stall all others one by one, and
-only when the blocks that the running ones are expected to need still fit: a pool that fills only to
-preempt at the next step is slower than a shorter queue of running sequences.
+A step is either a prefill (prompts, whole or in chunks) or a decode (one token for every running sequence). Prompts
+are admitted in groups, so that newcomers do not stall all others one by one, and only when the blocks that the running
+ones are expected to need still fit: a pool that fills only to preempt at the next step is slower than a shorter queue
+of running sequences. If the pool runs empty after all, the youngest is preempted: it keeps its ids, gives its blocks
+back, waits first in line and is computed again.
 
-With overlap a step is scheduled while the one before still runs. What it assumes is only that no
-sequence of that step stops early; `advance` books what is certain at launch, `postprocess` what is
-known when the ids arrive.
+With overlap a step is scheduled while the one before still runs. What it assumes is only that no sequence of that step
+stops early; `advance` books what is certain at launch, `postprocess` what is known when the ids arrive.
 
-Invariants: a sequence is in exactly one of `waiting`, `running` or finished; only the first waiting
-sequence can own blocks (a prompt between two chunks); blocks are released in `_release` alone.
+Invariants: a sequence is in exactly one of `waiting`, `running` or finished; only the first waiting sequence can own
+blocks (a prompt between two chunks); blocks are released in `_release` alone.
 """
 
 import math

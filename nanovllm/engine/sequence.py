@@ -1,7 +1,9 @@
 """Sequence: one request on its way through the engine; it knows its ids and blocks, nothing of torch.
 
-Invariant: the K/V of `token_ids[:num_cached_tokens]` are in the blocks of `block_table`, or will be
-once every step that was launched has run.
+To another rank it travels as a short tuple: the ids that a step computes, never those whose K/V are there already.
+
+Invariant: the K/V of `token_ids[:num_cached_tokens]` are in the blocks of `block_table`, or will be once every step
+that was launched has run.
 """
 
 from collections.abc import Iterable
@@ -138,6 +140,12 @@ class Sequence:
         self.token_ids.append(token_id)
         self.last_token = token_id
         self.num_tokens += 1
+
+    @property
+    def scheduled_token_ids(self) -> list[int]:
+        """The ids that this step computes, also where the state of a chunk has brought no others."""
+        start, length = self.num_cached_tokens, self.num_scheduled_tokens
+        return self.token_ids if len(self.token_ids) == length else self.token_ids[start : start + length]
 
     def __getstate__(self) -> tuple[Any, ...]:
         """What another rank needs for one step.

@@ -1,7 +1,8 @@
 """Slots: the state of the running sequences that lives on the device, one row a sequence.
 
-A decode step derives all of its inputs from here, so the host sends only what changed: who takes
-part, and new blocks. Sampled ids are written back here and never wait for the host.
+A decode step derives all of its inputs from here, so the host sends only what changed: who takes part, and new blocks.
+Sampled ids are written back here and never wait for the host. It must not know which sequence has which row: that is
+`Sequence.slot`. Invariant: in stream order, a row holds its sequence as the steps launched so far leave it.
 """
 
 import torch

@@ -1,4 +1,8 @@
-"""Triton for the kernel modules: a stand-in where it is not installed, and help for its CPU interpreter."""
+"""Triton for the kernel modules: a stand-in where it is not installed, and help for its CPU interpreter.
+
+Also what several kernels need: cache addresses, launches that overlap, compiling ahead. It must not know of any single
+kernel. Invariant: without Triton and without a GPU all modules import, and their references work.
+"""
 
 import functools
 import os

@@ -1,4 +1,7 @@
-"""SiLU of the gate times the up projection."""
+"""SiLU of the gate times the up projection, where the product before it has too many rows to do it itself.
+
+Invariant: it rounds where transformers does.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,9 @@
-"""Decode attention over the paged cache: one query token a sequence, grouped heads, keys split over programs."""
+"""Decode attention over the paged cache: one query token a sequence, grouped heads, keys split over programs.
+
+A long sequence among few would leave most of the GPU idle, so several programs share its keys, and the last one to
+arrive combines their results. Heads that share a key head are rows of one tile: K and V are read once for all of them.
+Invariant: the launch depends on shapes alone and lengths are read on the device, so that it can be captured.
+"""
 
 import math
 

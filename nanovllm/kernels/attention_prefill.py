@@ -1,4 +1,8 @@
-"""Prefill attention over the paged cache: sequences of any length, causal, behind a cached prefix or earlier chunks."""
+"""Prefill attention over the paged cache: sequences of any length, causal, behind a cached prefix or earlier chunks.
+
+A program has a tile of queries and walks over the keys with a running softmax. Invariant: the query at position p sees
+keys 0 to p of its sequence, whether this step, an earlier chunk or another sequence has stored them.
+"""
 
 import math
 from typing import Any, NamedTuple

@@ -1,6 +1,7 @@
 """Decode attention over a prefix that all sequences of a batch share: its K/V are read once for many sequences.
 
-The result is partial: `paged_decode` merges it with each sequence's own keys by log-sum-exp.
+The result is partial: `paged_decode` merges it with each sequence's own keys by log-sum-exp. Invariant: the shared
+blocks are the same in every table of the batch, so the table of the first stands for all.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""RMSNorm; the residual is added by the product before it (`kernels/linear.py`)."""
+"""RMSNorm; the residual is added by the product before it (`kernels/linear.py`).
+
+Invariant: the mean square is summed in fp32, whatever the type of the model.
+"""
 
 import torch
 from torch import Tensor

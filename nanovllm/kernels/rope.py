@@ -1,4 +1,7 @@
-"""Storing keys and values in the paged cache: alone, or with q/k RMSNorm and rotary embedding in the same pass."""
+"""Storing keys and values in the paged cache: alone, or with q/k RMSNorm and rotary embedding in the same pass.
+
+It must not know of blocks: a token's place in the cache is one number. Invariant: a token with slot -1 stores nothing.
+"""
 
 import torch
 from torch import Tensor

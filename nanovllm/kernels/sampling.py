@@ -1,4 +1,9 @@
-"""Gumbel-max sampling: the token with the largest logit / T + noise, the noise a hash of (seed, position, token id)."""
+"""Gumbel-max sampling: the token with the largest logit / T + noise, the noise a hash of (seed, position, token id).
+
+With Gumbel noise that token is a sample of the softmax (Gumbel, 1954), so there is no sum, no sort and no state of a
+generator. Invariant: the noise depends on these three numbers alone, so a request draws the same whatever else runs,
+after a preemption and with any number of ranks.
+"""
 
 import math
 

@@ -1,4 +1,8 @@
-"""A decode step's inputs, derived from the device-side state of the running sequences in one launch."""
+"""A decode step's inputs, derived from the device-side state of the running sequences in one launch.
+
+So a graph needs nothing from the host but which rows take part. Invariant: each row that takes part counts its new
+token once; the padding row counts and stores nothing.
+"""
 
 from torch import Tensor
 

@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p without a sort: an exact search for the least logit that stays, then one pass that cuts.
 
 All three keep a beginning of the order (larger logit first, lower id first among equals), so a row's result is a
-threshold and the number of logits equal to it that stay.
+threshold and the number of logits equal to it that stay. Invariant: at least the best logit stays.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""The attention layer: q/k norm, rotary embedding and KV store, then attention over the paged cache."""
+"""The attention layer: q/k norm, rotary embedding and KV store, then attention over the paged cache.
+
+It must not know how attention is computed, which is the backend's matter. Invariant: the K/V of all tokens of a step
+are stored before any is read, because sequences of one step may share blocks.
+"""
 
 import torch
 from torch import nn

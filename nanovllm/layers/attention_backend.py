@@ -1,4 +1,8 @@
-"""Attention backends: one interface over the paged KV cache, in plain PyTorch or by kernels."""
+"""Attention backends: one interface over the paged KV cache, in plain PyTorch or by kernels.
+
+A backend sees queries, the cache and the `Context`; it must not know of models or sequences. Invariant: all backends
+give the same result within rounding, and one whose decode needs more of the host than shapes says so in `fits_graphs`.
+"""
 
 from abc import ABC, abstractmethod
 from importlib import import_module

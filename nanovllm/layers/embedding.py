@@ -1,4 +1,9 @@
-"""The token embedding and the language-model head, both split by vocabulary over the ranks."""
+"""The token embedding and the language-model head, both split by vocabulary over the ranks.
+
+Each id is in the share of one rank, so the sum over the ranks is its embedding. Logits stay where they are computed:
+what becomes of them is the sampler's matter. Invariant: shares are equal and in the order of the ids; the last ones are
+padded, and padding never gets a logit.
+"""
 
 import torch
 import torch.nn.functional as F

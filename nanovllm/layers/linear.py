@@ -1,9 +1,10 @@
 """Linear layers sharded over the ranks of a tensor-parallel group; each loads only its own slice.
 
-Column-parallel layers hold a share of the outputs, row-parallel ones a share of the inputs and add up
-the partial results. Sizes that do not divide are padded with zeros, which change no result. The norm
-before a column-parallel layer and the residual after a row-parallel one belong to its product: a kernel
-does both at once where a step has few tokens.
+Column-parallel layers hold a share of the outputs, row-parallel ones a share of the inputs and add up the partial
+results. Sizes that do not divide are padded with zeros, which change no result. The norm before a column-parallel
+layer and the residual after a row-parallel one belong to its product: a kernel does both at once where a step has few
+tokens. They must not know what the rows mean. Invariant: what goes into a column-parallel layer and what comes out of a
+row-parallel one is the same on every rank.
 """
 
 import torch

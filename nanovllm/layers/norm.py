@@ -1,4 +1,7 @@
-"""RMSNorm: its weight, and the norm itself where no product follows that does it."""
+"""RMSNorm: its weight, and the norm itself where no product follows that does it.
+
+It must not know of ranks. Invariant: the weight is whole on every rank.
+"""
 
 import torch
 from torch import nn

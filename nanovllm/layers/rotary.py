@@ -1,4 +1,8 @@
-"""Tables of the rotary position embedding for every rope type that is supported."""
+"""Tables of the rotary position embedding for every rope type that is supported.
+
+They depend on the model's settings alone. Invariant: cos and sin are computed in fp32, whatever the type of the model,
+once for all positions and all layers.
+"""
 
 import math
 from typing import Any

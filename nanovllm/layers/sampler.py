@@ -1,4 +1,9 @@
-"""Sampler: from logits to token ids, on the device and without a sort."""
+"""Sampler: from logits to token ids, on the device and without a sort.
+
+Sharded sampling: the noise of a token depends on nothing but seed, position and its id, so the best of the vocabulary
+is the best of the shares' best, and a rank sends one pair a row instead of its logits. It must not know of sequences,
+nor of penalties and the like (`engine/controls.py`). Invariant: ids are the same on every rank.
+"""
 
 import torch
 import torch.nn.functional as F

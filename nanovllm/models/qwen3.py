@@ -1,4 +1,9 @@
-"""Qwen3 (dense): the forward pass over the tokens of one step, and where its weights are in a checkpoint."""
+"""Qwen3 (dense): the forward pass over the tokens of one step, and where its weights are in a checkpoint.
+
+Every token is a row; its position and its place in the cache are in the `Context`. It must not know of sequences, nor
+whether a row belongs to a prompt or a completion. Invariant: the residual stream is the same on every rank, while
+heads, MLP and vocabulary are split over them.
+"""
 
 from typing import Any
 
@@ -90,21 +95,12 @@ class Qwen3DecoderLayer(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The whole model of one rank.
-
-    Raises `ValueError` if the heads cannot be split over the ranks.
-    """
+    """The whole model of one rank."""
 
     def __init__(
         self, config: ModelConfig, max_model_len: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, parallel.size
-        if heads % size or (kv_heads % size and size % kv_heads):
-            raise ValueError(
-                f"tensor_parallel_size={size}: must divide the {heads} attention heads, and divide the {kv_heads} "
-                "key/value heads or be a multiple of them"
-            )
         factory: dict[str, Any] = {"dtype": dtype, "device": device}
         vocabulary = (config.vocab_size, config.hidden_size, parallel)
         rope = rope_table(config.rope, config.head_dim, max_model_len, device)

@@ -1,6 +1,7 @@
 """Checkpoint: named tensors of a folder of safetensors files, read one by one and only in the part asked for.
 
-It knows names and shapes, nothing of models. Only safetensors are read: nothing is ever unpickled.
+It knows names and shapes, nothing of models. Invariants: only safetensors are read, nothing is ever unpickled; a tensor
+that is missing, of another shape, or left over and not known to be needless is an error.
 """
 
 import json

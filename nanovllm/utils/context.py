@@ -1,4 +1,7 @@
-"""Context: what the layers need to know of one step beside the hidden states; tensors only."""
+"""Context: what the layers need to know of one step beside the hidden states; tensors only.
+
+It must not know of sequences. Invariant: made for one forward pass; in a captured decode it holds nothing of the host.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,7 @@
-"""Text from token ids: piece by piece where a stop string or a stream needs it; it knows no sequences."""
+"""Text from token ids: piece by piece where a stop string or a stream needs it; it knows no sequences.
+
+A token can be part of a character, and its text can depend on the one before. Invariant: `text` only grows.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""One host-to-device copy for all the small arrays of a step."""
+"""One host-to-device copy for all the small arrays of a step.
+
+It must not know what they mean. Invariant: every array starts at a multiple of 16 bytes, as kernels expect.
+"""
 
 import numpy as np
 import torch

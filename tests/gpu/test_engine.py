@@ -216,14 +216,14 @@ def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
 def watch_shared_reads(llm: LLM) -> list[bool]:
     """Whether each decode step from now on has read a shared prefix once."""
     seen: list[bool] = []
-    decode = llm.runner._decode
+    decode = llm.runner.decode
 
-    def watched(batch):
-        ids = decode(batch)
+    def watched(*args):
+        ids = decode(*args)
         seen.append(llm.runner.reads_shared)
         return ids
 
-    llm.runner._decode = watched
+    llm.runner.decode = watched
     return seen
 
 

@@ -1,0 +1,208 @@
+"""`python -m nanovllm run`: a file of requests to a file of results; `chat`: a conversation in the terminal.
+
+It knows nothing of the engine but what scripts use. Invariant of `run`: a result is one line that begins
+with the index of its input line, so the complete lines of the output are all that a restart has to know.
+"""
+
+import argparse
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import fields
+from typing import Any, BinaryIO, get_args
+
+from tqdm.auto import tqdm
+
+from nanovllm import LLM, OutOfMemoryError, SamplingParams
+from nanovllm.config import Config
+
+_RESULT = re.compile(rb'\{"index": (\d+), "(?:text|error)": ')
+_RESULT_KEYS = {
+    "index", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
+    "cumulative_logprob", "samples",
+}  # fmt: skip
+_OPTIONS = {f.name for f in fields(Config) if f.init} - {"model"}
+_SAMPLING = {f.name for f in fields(SamplingParams)}
+_INPUT_KEYS = {"prompt", "messages", "chat_template_kwargs"} | _SAMPLING
+
+
+def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Run every line of INPUT and append its result to OUTPUT as soon as it has ended. Started again after a
+    crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result.
+
+    An input line is a JSON object: "prompt" (a string or token ids) or "messages" (and "chat_template_kwargs"),
+    fields of SamplingParams, and anything else, which is copied to the result. So a misspelled field is not
+    noticed: it is taken for something to copy. A result holds "index", the number of its input line from 0, and
+    what an output of `generate` holds ("text", "token_ids", "finish_reason", ...), or "error" if the line could
+    not be run. A line without a seed gets one made of --seed and its index: a restart does not change results.
+    """
+    SamplingParams(**sampling)
+    with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
+        done = bytearray(not line.strip() for line in lines)  # blank lines need no result
+        restore(results, done)
+        if all(done):
+            print(f"{args.output} is complete", file=sys.stderr)
+            return
+        lines.seek(0)
+        todo = ((index, line) for index, (line, is_done) in enumerate(zip(lines, done)) if not is_done)
+        num_errors = 0
+        with LLM(args.model, **options) as llm, tqdm(total=len(done), initial=sum(done), unit="line") as bar:
+            for batch in answer(llm, todo, sampling, args.chat_template_kwargs):
+                for result in batch:
+                    results.write(json.dumps(result).encode() + b"\n")
+                    num_errors += "error" in result
+                results.flush()
+                bar.set_postfix_str(f"{num_errors} errors" if num_errors else "", refresh=False)
+                bar.update(len(batch))
+
+
+def restore(results: BinaryIO, done: bytearray) -> None:
+    """Mark the lines that have a result and cut off a last one that a crash left half written."""
+    results.seek(0)
+    end = 0
+    for number, line in enumerate(results, 1):
+        if not line.endswith(b"\n") and b'{"index": '.startswith(line[:10]):
+            break
+        match = _RESULT.match(line)
+        if not match or int(match[1]) >= len(done):
+            raise ValueError(f"{results.name}: line {number} is no result of this INPUT, give another OUTPUT")
+        done[int(match[1])] = True
+        end += len(line)
+    results.truncate(end)
+
+
+def answer(
+    llm: LLM, todo: Iterator[tuple[int, bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
+) -> Iterator[list[dict[str, Any]]]:
+    """After each step the results that are new, of `todo`: lines with their index.
+
+    The engine holds the requests that can run and about as many that wait, never the whole file.
+    """
+    added: dict[int, tuple[int, dict[str, Any]]] = {}  # by `seq_id`
+    entry: tuple[int, bytes] | None = (0, b"")
+    while entry or added:
+        batch: list[dict[str, Any]] = []
+        while len(added) + len(batch) < 2 * llm.config.max_num_seqs and (entry := next(todo, None)):
+            index, line = entry
+            carried: dict[str, Any] = {}
+            try:
+                params = {**sampling, "seed": hash((llm.config.seed, index))}
+                added[add_line(llm, line, carried, params, template_kwargs)] = index, carried
+            except Exception as error:  # tokenizers and chat templates raise what they like
+                batch.append({"index": index, "error": f"{type(error).__name__}: {error}", **carried})
+        for output in llm.step():
+            index, carried = added.pop(output["seq_id"])
+            del output["seq_id"], output["prompt_token_ids"]
+            batch.append({"index": index, "text": output["text"], **output, **carried})
+        yield batch
+
+
+def add_line(
+    llm: LLM, line: bytes, carried: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
+) -> int:
+    """Add the request of a line and return its `seq_id`; what is to be copied goes to `carried`."""
+    item = json_object(line)
+    carried.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
+    if taken := item.keys() & _RESULT_KEYS:
+        raise ValueError(f"{', '.join(sorted(taken))}: cannot be copied, the result has this key itself")
+    if ("prompt" in item) == ("messages" in item):
+        raise ValueError("must have either 'prompt' or 'messages'")
+    prompt = item.get("prompt")
+    if "messages" in item:
+        prompt = chat_prompt(llm, item["messages"], template_kwargs | item.get("chat_template_kwargs", {}))
+    given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
+    return llm.add_request(prompt, SamplingParams(**params | given))  # type: ignore[arg-type]
+
+
+def chat_prompt(llm: LLM, messages: Any, template_kwargs: dict[str, Any]) -> list[int]:
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError(f"messages={messages!r}: must be a list of objects with role and content, not empty")
+    text = llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    ids: list[int] = llm.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def json_object(text: str | bytes) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r}: must be a JSON object")
+    return value
+
+
+def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+    """Talk with a model in the terminal: Ctrl-C stops an answer, Ctrl-D ends."""
+    params = SamplingParams(**sampling)
+    with suppress(ImportError):
+        import readline  # noqa: F401, `input` gets its line editing
+    messages: list[dict[str, Any]] = []
+    with LLM(args.model, **options) as llm:
+        while True:
+            try:
+                messages.append({"role": "user", "content": input("> ")})
+                prompt = chat_prompt(llm, messages, args.chat_template_kwargs)
+                messages.append({"role": "assistant", "content": ""})
+                for piece in llm.stream(prompt, params):
+                    messages[-1]["content"] += piece["text"]
+                    print(piece["text"], end="", flush=True)
+            except KeyboardInterrupt:
+                pass
+            except EOFError:
+                return print()
+            except ValueError as error:
+                print(f"{error}; the conversation starts anew", end="")
+                messages.clear()
+            print()
+
+
+def add_flags(parser: argparse.ArgumentParser, title: str, kind: Any, names: set[str]) -> None:
+    """A typed flag for each of these fields of a dataclass that one word can fill."""
+    group = parser.add_argument_group(title)
+    for f in fields(kind):
+        types = [t for t in get_args(f.type) or (f.type,) if t in (bool, int, float, str)]
+        if f.name in names and types:
+            how: dict[str, Any] = {"type": types[0], "metavar": types[0].__name__.upper()}
+            if types[0] is bool:
+                how = {"action": argparse.BooleanOptionalAction}
+            flag = "--" + f.name.replace("_", "-")
+            group.add_argument(flag, default=f.default, help="default %(default)s", **how)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m nanovllm", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="run | chat")
+    for function in (run, chat):
+        command = commands.add_parser(
+            function.__name__, description=inspect.getdoc(function), allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        if function is run:
+            command.add_argument("input", metavar="INPUT")
+            command.add_argument("output", metavar="OUTPUT")
+            command.add_argument("--model", required=True, help="a folder")
+        else:
+            command.add_argument("model", metavar="MODEL", help="a folder")
+        example = """such as '{"enable_thinking": false}'"""
+        command.add_argument("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help=example)
+        add_flags(command, "engine options", Config, _OPTIONS)
+        # --seed is the engine's: one for all requests would give equal prompts equal answers
+        add_flags(command, "defaults of sampling", SamplingParams, _SAMPLING - _OPTIONS)
+        command.set_defaults(function=function)
+    command.set_defaults(max_tokens=None)  # of chat
+    args = parser.parse_args()
+    options, sampling = (
+        {name: value for name, value in vars(args).items() if name in names}
+        for names in (_OPTIONS, _SAMPLING - _OPTIONS)
+    )
+    try:
+        args.function(args, options, sampling)
+    except (OSError, ValueError, OutOfMemoryError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+
+
+if __name__ == "__main__":
+    main()

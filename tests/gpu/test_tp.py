@@ -1,0 +1,135 @@
+"""Tensor parallelism over NCCL on two GPUs: the answers of one, memory that comes back, a rank that dies."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import rank_faults
+
+from nanovllm import LLM, EngineError, OutOfMemoryError, SamplingParams
+from nanovllm.engine import worker
+from nanovllm.utils import parallel
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["answers"]
+PROMPTS = [answer["prompt_token_ids"] for answer in GOLDEN]
+EXPECTED = [answer["token_ids"] for answer in GOLDEN]
+GREEDY = SamplingParams(temperature=0, max_tokens=300)
+
+
+@pytest.fixture(params=[True, False], ids=["symmetric", "nccl"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+    """Small sums through symmetric memory, or everything through NCCL."""
+    if request.param:
+        monkeypatch.setattr(parallel, "SYMMETRIC_MEMORY", True)
+        monkeypatch.setattr(worker, "serve", rank_faults.serve_with_symmetric_memory)
+    yield request.param
+
+
+def ids_of(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "bfloat16"},
+        {"dtype": "float16"},
+        {"dtype": "float32", "enforce_eager": True},
+        {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 60, "max_num_batched_tokens": 64},
+        {"dtype": "bfloat16", "async_scheduling": False},
+    ],
+)
+def test_golden_answers_are_exact_on_two_gpus(tiny_model: str, transport: bool, options: dict) -> None:
+    with LLM(tiny_model, tensor_parallel_size=2, **options) as llm:
+        assert (llm.runner.parallel.buffer is not None) == transport
+        assert bool(llm.runner.graphs) != options.get("enforce_eager", False)
+        assert ids_of(llm, PROMPTS, GREEDY) == EXPECTED
+        assert ids_of(llm, PROMPTS[:1], GREEDY) == EXPECTED[:1]
+
+
+def test_seeded_sampling_equals_one_gpu(tiny_model: str) -> None:
+    params = [SamplingParams(temperature=1.2, seed=i, max_tokens=60, ignore_eos=True) for i in range(len(PROMPTS))]
+    answers = []
+    for size in (1, 2):
+        with LLM(tiny_model, dtype="float32", tensor_parallel_size=size) as llm:
+            answers.append(ids_of(llm, PROMPTS, params))
+    assert answers[0] == answers[1]
+
+
+def test_a_shared_prefix_that_is_read_once_gives_the_answers_of_one_gpu(tiny_model: str) -> None:
+    prefix = [5 + i % 900 for i in range(1024)]
+    prompts = [[*prefix, 7 + i, *prompt] for i, prompt in enumerate(PROMPTS[:60])]
+    answers = []
+    for size in (1, 2):
+        with LLM(tiny_model, dtype="float32", tensor_parallel_size=size) as llm:
+            answers.append(ids_of(llm, prompts, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)))
+            assert any(reads_shared for _, reads_shared in llm.runner.graphs)
+    assert answers[0] == answers[1]
+
+
+def test_memory_of_both_gpus_comes_back_and_engines_work_in_turn_and_at_once(tiny_model: str) -> None:
+    options = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.4}
+    with LLM(tiny_model, **options) as llm:  # what a first engine leaves loaded does not count
+        assert ids_of(llm, PROMPTS[:4], GREEDY) == EXPECTED[:4]
+    free = [torch.cuda.mem_get_info(i)[0] for i in range(2)]
+    for _ in range(2):
+        with LLM(tiny_model, **options) as llm, LLM(tiny_model, num_kvcache_blocks=500, **options) as other:
+            assert ids_of(other, PROMPTS[:4], GREEDY) == EXPECTED[:4]
+            assert ids_of(llm, PROMPTS, GREEDY) == EXPECTED
+        for i in range(2):
+            assert free[i] - torch.cuda.mem_get_info(i)[0] < 256 << 20
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_a_killed_rank_is_an_error_in_seconds_and_another_engine_works(
+    tiny_model: str, transport: bool, eager: bool
+) -> None:
+    free = torch.cuda.mem_get_info(1)[0]
+    llm = LLM(tiny_model, tensor_parallel_size=2, enforce_eager=eager)
+    ids_of(llm, PROMPTS, GREEDY)
+    killed = []
+
+    def kill() -> None:
+        os.kill(llm.runner.ranks.processes[0].pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    timer = threading.Timer(0.3, kill)
+    timer.start()
+    with pytest.raises(EngineError, match="rank 1 was ended by signal 9"):
+        while True:
+            ids_of(llm, PROMPTS, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True))
+    assert time.monotonic() - killed[0] < 10
+    llm.exit()
+    assert free - torch.cuda.mem_get_info(1)[0] < 256 << 20
+    with LLM(tiny_model, tensor_parallel_size=2, enforce_eager=eager) as llm:
+        assert ids_of(llm, PROMPTS, GREEDY) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "part"),
+    [
+        (rank_faults.FailsWhenBuilt, EngineError, "no such rank"),
+        (rank_faults.HasNoMemory, OutOfMemoryError, "7 MiB"),
+        (rank_faults.FailsInAStep, EngineError, "fifth step"),
+    ],
+)
+def test_an_exception_of_a_rank_reaches_the_caller(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, fault: type, error: type, part: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "serve", partial(rank_faults.serve_with, fault))
+        with pytest.raises(error, match=part):
+            ids_of(LLM(tiny_model, tensor_parallel_size=2), PROMPTS, GREEDY)
+    with LLM(tiny_model, tensor_parallel_size=2) as llm:
+        assert ids_of(llm, PROMPTS[:4], GREEDY) == EXPECTED[:4]
