@@ -5,14 +5,17 @@ valid for its model folder.
 """
 
 import json
+import re
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from os import PathLike
+from os.path import isdir
 from pathlib import Path
 from typing import Any
 
 from nanovllm.errors import CheckpointError, reject_unknown
 
+MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
 _CHOICES = {
     "device": ("auto", "cuda", "cpu"),
@@ -20,6 +23,8 @@ _CHOICES = {
     "attention_backend": ("auto", "flash_attn", "triton", "torch"),
     "load_format": ("auto", "dummy"),
 }
+# Fields that may be absent or have this value only; `auto_map` names code in the folder, which is never run.
+_ACCEPTED = {"quantization_config": None, "hidden_act": "silu", "use_sliding_window": False, "auto_map": None}
 # What each rope type that is supported needs beside `rope_theta`.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -67,7 +72,7 @@ class ModelConfig:
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures:
             raise CheckpointError(f"{folder / 'config.json'}: 'architectures' is missing, the model class is unknown")
-        for name, accepted in (("quantization_config", None), ("hidden_act", "silu"), ("use_sliding_window", False)):
+        for name, accepted in _ACCEPTED.items():
             if raw.get(name, accepted) not in (accepted, None):
                 raise CheckpointError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not supported")
         heads = need("num_attention_heads")
@@ -143,7 +148,7 @@ class Config:
         if self.kvcache_block_size % 16:
             self._fail("kvcache_block_size", "a multiple of 16")
         if self.num_kvcache_blocks != -1:
-            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1")
+            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1 and < 2**31")
         share = self.gpu_memory_utilization
         if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
             self._fail("gpu_memory_utilization", "a number in (0, 1]")
@@ -153,23 +158,23 @@ class Config:
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
             self._fail("model", "the path of a local folder")
         folder = Path(self.model)
-        if not folder.is_dir():
-            raise ValueError(
-                f"model={self.model!r}: must be a local folder with config.json, *.safetensors and a tokenizer; "
-                f"download a hub model first, e.g. `hf download {self.model} --local-dir ./model`, and pass ./model"
-            )
+        if not isdir(folder):
+            hint = "there is no such folder"
+            if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(self.model)):
+                hint += f"; if it is a hub id, `hf download {self.model} --local-dir ./model` first, and pass ./model"
+            self._fail("model", f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
         self.hf = ModelConfig.from_folder(folder)
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
 
     def _fail(self, name: str, allowed: str) -> None:
         raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
-    def _check_int(self, name: str, low: int, high: int | None = None, allowed: str = "") -> None:
+    def _check_int(self, name: str, low: int, high: int = MAX_INT, allowed: str = "") -> None:
         value = getattr(self, name)
-        allowed = allowed or (f"an integer >= {low}" if high is None else f"an integer in {low}..{high}")
+        allowed = allowed or f"an integer >= {low} and <= {high}"
         if not isinstance(value, Integral) or isinstance(value, bool):
             self._fail(name, allowed)
-        if value < low or (high is not None and value > high):
+        if not low <= value <= high:
             self._fail(name, allowed)
 
 

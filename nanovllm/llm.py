@@ -69,8 +69,14 @@ class LLM(LLMEngine):
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[dict[str, Any]]:
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
-        several = bool(messages) and isinstance(messages[0], list)
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
+        several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages] if messages else []
+        for i, chat in enumerate(conversations):
+            is_list = isinstance(chat, (list, tuple)) and bool(chat)
+            if not is_list or not all(isinstance(m, dict) and "role" in m for m in chat):
+                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
         texts = [
             self.tokenizer.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
@@ -111,11 +117,6 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[list[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
     def _make_sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
         sequences = []
         for i, (ids, p) in enumerate(zip(prompts, params)):
@@ -127,6 +128,7 @@ class LLM(LLMEngine):
 
     def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[dict[str, Any]]:
         """Queue `sequences`, step until all have ended, return their outputs in the same order."""
+        self._claim()
         position = {seq.seq_id: i for i, seq in enumerate(sequences)}
         outputs: list[dict[str, Any]] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
@@ -149,9 +151,11 @@ class LLM(LLMEngine):
                     if use_tqdm:
                         bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
         except BaseException:
-            for seq_id in position:
-                self.abort(seq_id)
+            self.to_abort.extend(position)  # at once: a second interrupt may follow
+            self._change(self._flush_aborts)
             raise
+        finally:
+            self.lock.release()
         # one that a signal handler has aborted never came out of a step
         return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
 

@@ -4,12 +4,15 @@ It must not know of models: what needs a vocabulary or a tokenizer is checked wh
 """
 
 import math
+import re
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from numbers import Integral, Real
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5
+# Half of a pair: such a string is no text that could be encoded.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _fail(field: str, value: object, allowed: str) -> None:
@@ -21,6 +24,10 @@ def _is_finite(value: object) -> bool:
         return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer that no float can hold
         return False
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and not SURROGATE.search(value)
 
 
 def _is_id(value: object) -> bool:
@@ -121,7 +128,8 @@ class SamplingParams:
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        repetition = min(max(self.repetition_penalty, 1e-30), 1e30)  # what fp32 holds, and its inverse
+        return repetition, self.presence_penalty, self.frequency_penalty
 
     @property
     def penalises(self) -> bool:
@@ -152,10 +160,10 @@ class SamplingParams:
         setattr(self, name, int(value))
 
     def _check_stop(self) -> None:
-        allowed = "a string or a list of strings, none of them empty"
+        allowed = "a string or a list of strings, none of them empty or with a lone surrogate"
         if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
             _fail("stop", self.stop, allowed)
-        if self.stop == "" or not all(isinstance(s, str) and s for s in self.stop_strings):
+        if self.stop == "" or not all(map(_is_text, self.stop_strings)):
             _fail("stop", self.stop, allowed)
         self._check_ids("stop_token_ids", "a list of token ids >= 0")
 
@@ -175,6 +183,6 @@ class SamplingParams:
             self.logit_bias = {int(i): float(v) for i, v in bias.items()}
         self._check_ids("allowed_token_ids", "a list of token ids >= 0, not empty", least=1)
         if words is not None:
-            if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) and w for w in words):
-                _fail("bad_words", words, "a list of strings, none of them empty")
+            if not isinstance(words, (list, tuple)) or not all(map(_is_text, words)):
+                _fail("bad_words", words, "a list of strings, none of them empty or with a lone surrogate")
             self.bad_words = list(words)

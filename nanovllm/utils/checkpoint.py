@@ -13,6 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from nanovllm.errors import CheckpointError
 
+_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; others, as of quantized weights, need scales
+
 
 def new_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     """A parameter of zeros that a checkpoint fills."""
@@ -23,10 +25,11 @@ class Checkpoint:
     """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
 
     Tensors that are asked for and absent are collected, so that `finish` can name all of them.
+    check_only: `read` looks at names, dtypes and shapes and returns `None`.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str, check_only: bool = False) -> None:
+        self.folder, self.check_only = Path(folder), check_only
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         self.missing: list[str] = []
@@ -53,16 +56,19 @@ class Checkpoint:
             self.missing.append(name)
             return None
         part = self._open(self.file_of[name]).get_slice(name)
-        found = tuple(part.get_shape())
+        found, where = tuple(part.get_shape()), self.folder / self.file_of[name]
         if found != shape:
-            where = self.folder / self.file_of[name]
             raise CheckpointError(f"{where}: {name} has shape {found}, the config needs {shape}")
+        if part.get_dtype() not in _DTYPES:
+            raise CheckpointError(f"{where}: {name} has dtype {part.get_dtype()}: must be one of {', '.join(_DTYPES)}")
         self.used.add(name)
+        if self.check_only:
+            return None
         stop = shape[dim] if size is None else min(start + size, shape[dim])
         try:
             return part[tuple(slice(start, max(start, stop)) if d == dim else slice(None) for d in range(len(shape)))]
         except SafetensorError as error:
-            raise CheckpointError(f"{self.folder / self.file_of[name]}: {name} cannot be read: {error}") from None
+            raise CheckpointError(f"{where}: {name} cannot be read: {error}") from None
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Close the files; raise if a tensor was missing, or if one is left that no name in `ignored` ends."""
