@@ -348,6 +348,8 @@ def main() -> None:
             args.load_format = "dummy"
             model = folder
             Path(folder, "config.json").write_text(json.dumps({**COMMON, **SHAPES[args.model]}))
+        if not Path(model, "config.json").is_file():
+            parser.error(f"--model {model}: must be a folder with a config.json, or any of {', '.join(SHAPES)}")
         vocab = min(10000, json.loads(Path(model, "config.json").read_text())["vocab_size"] - 1)
         table = workloads(args.seqs, args.length, vocab, args.seed)
         if args.input_len:

@@ -5,18 +5,29 @@ valid for its model folder.
 """
 
 import json
+import re
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from os import PathLike
+from os.path import isdir
 from pathlib import Path
 from typing import Annotated, Any
 
 from nanovllm.errors import CheckpointError, reject_unknown
 from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
 
+MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
-_BLOCK_SIZE = Rule("a positive multiple of 16", lambda v: is_integer(v) and v > 0 and v % 16 == 0, int)
-_NUM_BLOCKS = Rule("-1 (what memory allows) or an integer >= 1", lambda v: is_integer(v) and (v == -1 or v >= 1), int)
+_SIZE = integer(1, MAX_INT)
+_BLOCK_SIZE = Rule(
+    "a multiple of 16, > 0 and < 2**31", lambda v: is_integer(v) and 0 < v <= MAX_INT and v % 16 == 0, int
+)
+_NUM_BLOCKS = Rule(
+    "-1 (what memory allows) or an integer >= 1 and < 2**31",
+    lambda v: is_integer(v) and (v == -1 or 1 <= v <= MAX_INT), int,
+)  # fmt: skip
+# Fields that may be absent or have this value only; `auto_map` names code in the folder, which is never run.
+_ACCEPTED = {"quantization_config": None, "hidden_act": "silu", "use_sliding_window": False, "auto_map": None}
 # What each rope type that is supported needs beside `rope_theta`.
 _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -65,7 +76,7 @@ class ModelConfig:
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures:
             raise CheckpointError(f"{path}: 'architectures' is missing, the model class is unknown")
-        for name, accepted in (("quantization_config", None), ("hidden_act", "silu"), ("use_sliding_window", False)):
+        for name, accepted in _ACCEPTED.items():
             if raw.get(name, accepted) not in (accepted, None):
                 raise CheckpointError(f"{path}: {name}={raw[name]!r} is not supported")
         heads = size("num_attention_heads")
@@ -105,9 +116,9 @@ class Config:
     model: str
     device: Annotated[str, one_of("auto", "cuda", "cpu")] = "auto"
     dtype: Annotated[str, one_of("auto", *DTYPES)] = "auto"
-    max_model_len: Annotated[int, integer(1)] = 4096
-    max_num_seqs: Annotated[int, integer(1)] = 512
-    max_num_batched_tokens: Annotated[int, integer(1)] = 16384
+    max_model_len: Annotated[int, _SIZE] = 4096
+    max_num_seqs: Annotated[int, _SIZE] = 512
+    max_num_batched_tokens: Annotated[int, _SIZE] = 16384
     gpu_memory_utilization: Annotated[float, real("a number in (0, 1]", lambda share: 0 < share <= 1)] = 0.9
     kvcache_block_size: Annotated[int, _BLOCK_SIZE] = 256
     num_kvcache_blocks: Annotated[int, _NUM_BLOCKS] = -1
@@ -132,11 +143,11 @@ class Config:
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
             fail("model", self.model, "the path of a local folder")
         folder = Path(self.model)
-        if not folder.is_dir():
-            raise ValueError(
-                f"model={self.model!r}: must be a local folder with config.json, *.safetensors and a tokenizer; "
-                f"download a hub model first, e.g. `hf download {self.model} --local-dir ./model`, and pass ./model"
-            )
+        if not isdir(folder):
+            hint = "there is no such folder"
+            if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(self.model)):
+                hint += f"; if it is a hub id, `hf download {self.model} --local-dir ./model` first, and pass ./model"
+            fail("model", self.model, f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
         self.hf = ModelConfig.from_folder(folder)
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
 

@@ -62,8 +62,14 @@ class LLM(LLMEngine):
         add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[Output]:  # fmt: skip
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
-        several = bool(messages) and isinstance(messages[0], list)
+        if not isinstance(messages, (list, tuple)):
+            raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
+        several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages] if messages else []
+        for i, chat in enumerate(conversations):
+            is_list = isinstance(chat, (list, tuple)) and bool(chat)
+            if not is_list or not all(isinstance(m, dict) and "role" in m for m in chat):
+                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
         return self._run(texts, sampling_params, use_tqdm, special_tokens=False)
@@ -99,11 +105,6 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[list[int]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
-        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
-
     def _run(
         self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, special_tokens: bool = True
     ) -> list[Output]:
@@ -115,6 +116,7 @@ class LLM(LLMEngine):
                 sequences.append(self._make_sequence(ids, p))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {len(sequences)}: {error}") from None
+        self._claim()
         position = {seq.seq_id: i for i, seq in enumerate(sequences)}
         outputs: list[Output] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
@@ -137,9 +139,11 @@ class LLM(LLMEngine):
                     if use_tqdm:
                         bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
         except BaseException:
-            for seq_id in position:
-                self.abort(seq_id)
+            self.to_abort.extend(position)  # at once: a second interrupt may follow
+            self._change(self._flush_aborts)
             raise
+        finally:
+            self.lock.release()
         # one that a signal handler has aborted never came out of a step
         return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
 

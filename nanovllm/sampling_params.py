@@ -3,6 +3,7 @@
 It must not know of models: what needs a vocabulary or a tokenizer is checked when a request is added.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_inte
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5
+# Half of a pair: such a string is no text that could be encoded.
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def _is_id(value: Any) -> bool:
@@ -17,7 +20,7 @@ def _is_id(value: Any) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    return isinstance(value, str) and value != "" and not SURROGATE.search(value)
 
 
 def _ids(value: Any) -> list[int]:
@@ -28,12 +31,13 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, dict) and all(_is_id(i) and is_finite(v) for i, v in value.items())
 
 
+_TEXTS = "a list of strings, none of them empty or with a lone surrogate"
 _PENALTY = real("a number in [-2, 2]", lambda p: -2 <= p <= 2)
-_STOP = Rule("a string or a list of strings, none of them empty", lambda v: _is_text(v) or is_list(v, _is_text))
+_STOP = Rule(f"a string or {_TEXTS}", lambda v: _is_text(v) or is_list(v, _is_text))
 _IDS = Rule("a list of token ids >= 0", lambda v: is_list(v, _is_id), _ids)
 _SOME_IDS = Rule("a list of token ids >= 0, not empty", lambda v: is_list(v, _is_id) and len(v) > 0, _ids)
 _BIAS = Rule("a dict of token ids >= 0 to finite numbers", _is_bias, lambda v: {int(i): float(x) for i, x in v.items()})
-_WORDS = Rule("a list of strings, none of them empty", lambda v: is_list(v, _is_text), list)
+_WORDS = Rule(_TEXTS, lambda v: is_list(v, _is_text), list)
 
 
 @dataclass(slots=True)
@@ -113,7 +117,8 @@ class SamplingParams:
 
     @property
     def penalties(self) -> tuple[float, float, float]:
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        repetition = min(max(self.repetition_penalty, 1e-30), 1e30)  # what fp32 holds, and its inverse
+        return repetition, self.presence_penalty, self.frequency_penalty
 
     @property
     def penalises(self) -> bool:

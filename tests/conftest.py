@@ -12,6 +12,13 @@ torch.set_num_threads(1)
 
 import pytest
 from checkpoints import save_random_qwen3
+from hypothesis import HealthCheck, settings
+
+# HYPOTHESIS_PROFILE=nightly or --hypothesis-profile=nightly: more and new examples, and longer endurance
+common = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("ci", max_examples=100, derandomize=True, **common)
+settings.register_profile("nightly", max_examples=2000, derandomize=False, **common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 TINY = Path(__file__).parents[1] / "nanovllm" / "assets" / "tiny-qwen3"
 

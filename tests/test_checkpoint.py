@@ -289,3 +289,135 @@ def test_after_a_failed_constructor_the_next_engine_works(folder: Path, random_m
     with pytest.raises(CheckpointError):
         load(folder)
     assert len(answer(random_model)) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_weights_that_are_no_plain_floats_are_refused_by_name(folder: Path, dtype: torch.dtype) -> None:
+    edit_tensors(folder, add={Q_NORM: torch.ones(32).to(dtype)})
+    with pytest.raises(CheckpointError, match=rf"{Q_NORM} has dtype .*must be one of F64, F32, F16, BF16"):
+        load(folder)
+
+
+@pytest.mark.parametrize("fault", ["shape", "missing", "unexpected", "truncated", "dtype"])
+def test_a_bad_checkpoint_is_found_before_it_takes_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    edit_config(folder, num_hidden_layers=2 if fault == "unexpected" else 3)
+    if fault == "shape":
+        edit_config(folder, vocab_size=2**31 - 1, intermediate_size=10**8)  # terabytes
+    if fault == "missing":
+        edit_tensors(folder, remove=("model.norm.weight",))
+    if fault == "dtype":
+        edit_tensors(folder, add={Q_NORM: torch.ones(32, dtype=torch.int32)})
+    if fault == "truncated":
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-1])
+    zeros, devices = torch.zeros, set()
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        devices.add(str(options.get("device")))
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", watched)
+    with pytest.raises(CheckpointError):
+        load(folder)
+    assert devices <= {"meta"}
+
+
+class Canary:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("__import__('pathlib').Path(__import__('os').environ['CANARY']).write_text('unpickled')",)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.pt", "tokenizer.json", "vocab.json"])
+def test_nothing_of_a_checkpoint_is_unpickled(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    copy, canary = Path(shutil.copytree(tiny_model, tmp_path / "model")), tmp_path / "canary"
+    monkeypatch.setenv("CANARY", str(canary))
+    torch.save(Canary(), copy / name)
+    torch.load(shutil.copy(copy / name, tmp_path / "pickle.pt"), weights_only=False)
+    assert canary.read_text() == "unpickled"
+    canary.unlink()
+    try:
+        with load(copy) as llm:
+            llm.generate("hello", GREEDY, use_tqdm=False)
+    except ValueError as error:
+        assert name in str(error) or "tokenizer" in str(error)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_the_folder_is_never_run(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    copy, canary = Path(shutil.copytree(tiny_model, tmp_path / "model")), tmp_path / "canary"
+    (copy / "custom.py").write_text(f"open({str(canary)!r}, 'w')\nclass Custom: pass\n")
+    settings = json.loads((copy / file).read_text())
+    names = {"AutoModelForCausalLM": "custom.Custom", "AutoTokenizer": ["custom.Custom", "custom.Custom"]}
+    (copy / file).write_text(json.dumps({**settings, "tokenizer_class": "Custom", "auto_map": names}))
+    if file != "config.json":
+        edit_config(copy, model_type="custom")  # one that transformers does not know
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    try:
+        with load(copy) as llm:
+            llm.generate("hello", GREEDY, use_tqdm=False)
+        assert file != "config.json"
+    except ValueError as error:
+        assert "auto_map" in str(error) or "trust_remote_code" in str(error)
+    assert not canary.exists()
+
+
+def test_a_model_with_more_ids_than_its_tokenizer_gives_text_without_them(tiny_model: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    edit_config(copy, vocab_size=1100)
+    stored = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(copy, add={"model.embed_tokens.weight": torch.cat([stored, stored[:76]])})
+    beyond = SamplingParams(allowed_token_ids=[1050, 1099], max_tokens=6, ignore_eos=True, stop="x")
+    with load(copy) as llm:
+        (output,) = llm.generate("hello", beyond, use_tqdm=False)
+        assert len(output["token_ids"]) == 6 and min(output["token_ids"]) >= 1050
+        assert output["text"] == ""
+        assert "".join(piece["text"] for piece in llm.stream("hello", beyond)) == ""
+
+
+def test_a_tokenizer_with_more_ids_than_its_model_is_refused_where_it_matters(tiny_model: str, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    edit_config(copy, vocab_size=900)
+    stored = load_file(copy / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(copy, add={"model.embed_tokens.weight": stored[:900].clone()})
+    with load(copy) as llm:
+        ids = next([i] for i in range(900, 1024) if llm.tokenizer.encode(llm.tokenizer.decode([i])) == [i])
+        assert len(llm.generate("hello", GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+        with pytest.raises(ValueError, match=rf"prompt 1: prompt holds token id {ids[0]}: must be in 0\.\.899"):
+            llm.generate(["hello", llm.tokenizer.decode(ids)], GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "NoSuch"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_an_error_that_leaves_ids(
+    tiny_model: str, tmp_path: Path, content: str
+) -> None:
+    copy = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    edit = json.loads((copy / "tokenizer_config.json").read_text())
+    edit.pop("eos_token")  # else the file is read for its id, and refused as a part of the model
+    (copy / "tokenizer_config.json").write_text(json.dumps(edit))
+    (copy / "tokenizer.json").write_text(content)
+    with load(copy) as llm:
+        with pytest.raises(ValueError, match="no usable tokenizer"):
+            llm.generate("hello", GREEDY, use_tqdm=False)
+        assert len(llm.generate([PROMPT], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
+    (copy / "tokenizer_config.json").write_text(json.dumps({**edit, "eos_token": "<|im_end|>"}))
+    with pytest.raises((CheckpointError, ValueError)), load(copy) as llm:
+        llm.generate("hello", GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "eos_token_id", "torch_dtype", "head_dim", "rms_norm_eps"])
+@pytest.mark.parametrize("value", ["x", [], {}, [None], {"a": 1}, -1, 1e400, True])
+def test_a_field_of_the_config_with_nonsense_is_a_checkpoint_error_or_has_no_effect(
+    folder: Path, name: str, value: Any
+) -> None:
+    edit_config(folder, **{name: value})
+    try:
+        load(folder).exit()
+    except CheckpointError as error:
+        assert name.split("_")[0] in str(error) or "shape" in str(error)

@@ -41,12 +41,12 @@ NO_CHOICE = ["", "AUTO", "gpu", None, 1, True, ["auto"]]
 BAD: dict[str, list[Any]] = {
     "device": NO_CHOICE,
     "dtype": [*NO_CHOICE, "int8", "bf16"],
-    "max_model_len": [*NO_INTEGER, 0, -1],
-    "max_num_seqs": [*NO_INTEGER, 0, -1],
-    "max_num_batched_tokens": [*NO_INTEGER, 0, -1],
+    "max_model_len": [*NO_INTEGER, 0, -1, 10**30],
+    "max_num_seqs": [*NO_INTEGER, 0, -1, 2**31, 10**30],
+    "max_num_batched_tokens": [*NO_INTEGER, 0, -1, 2**31, 10**30],
     "gpu_memory_utilization": ["0.9", None, True, math.nan, math.inf, 0, -0.1, 1.01, 90],
-    "kvcache_block_size": [*NO_INTEGER, 0, -16, 1, 8, 17, 255],
-    "num_kvcache_blocks": [*NO_INTEGER, 0, -2],
+    "kvcache_block_size": [*NO_INTEGER, 0, -16, 1, 8, 17, 255, 2**31, 16 * 10**30],
+    "num_kvcache_blocks": [*NO_INTEGER, 0, -2, 2**31, 10**30],
     "enable_prefix_caching": NO_BOOL,
     "tensor_parallel_size": [*NO_INTEGER, 0, -1, 9],
     "enforce_eager": NO_BOOL,
@@ -58,7 +58,7 @@ BAD: dict[str, list[Any]] = {
 RANGES = {
     "device": "cuda", "dtype": "bfloat16", "max_model_len": ">= 1", "max_num_seqs": ">= 1",
     "max_num_batched_tokens": ">= 1", "gpu_memory_utilization": "(0, 1]", "kvcache_block_size": "16",
-    "num_kvcache_blocks": "-1", "enable_prefix_caching": "True or False", "tensor_parallel_size": "1..8",
+    "num_kvcache_blocks": "-1", "enable_prefix_caching": "True or False", "tensor_parallel_size": ">= 1 and <= 8",
     "enforce_eager": "True or False", "async_scheduling": "True or False", "attention_backend": "flash_attn",
     "load_format": "dummy", "seed": "integer",
 }  # fmt: skip
@@ -129,6 +129,13 @@ def test_a_model_that_is_no_folder_is_an_error_that_shows_it(model: Any) -> None
     with pytest.raises((ValueError, TypeError)) as error:
         LLM(model)
     assert model in (None, 5, "", b"x") or repr(model) in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["/nope", "./nope", "no/such/folder", "~/model", "nope", "x" * 5000, "a\0b"])
+def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(model: str) -> None:
+    with pytest.raises(ValueError, match="there is no such folder") as error:
+        LLM(model)
+    assert "hf download" not in str(error.value)
 
 
 def test_a_file_instead_of_a_folder_is_refused(random_model: str) -> None:

@@ -585,6 +585,19 @@ def test_a_sequence_that_ends_gives_back_no_more_than_it_holds(num_blocks: int, 
     assert engine.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize(("num_blocks", "num_admitted"), [(22, 2), (23, 3)])
+def test_a_prefix_comes_back_only_with_the_last_that_shares_it(num_blocks: int, num_admitted: int) -> None:
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=4)
+    engine.add(ids(16), 3)  # computes the four blocks, ends soon
+    engine.add(ids(16) + ids(4, 1), 30)  # keeps them: 13 blocks at its end
+    engine.add(ids(8, 2), 30)  # ten at its end
+    engine.step()
+    assert len(engine.scheduler.running) == num_admitted
+    engine.run()
+    engine.check_end()
+    assert engine.scheduler.num_preemptions == 0
+
+
 def test_a_prompt_that_did_not_fit_is_tried_again_when_a_sequence_leaves() -> None:
     engine = Engine(max_num_seqs=2)
     engine.add(ids(5), 3)

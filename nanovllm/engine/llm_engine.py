@@ -11,12 +11,15 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 
 import struct
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from threading import RLock
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -24,14 +27,20 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
-from nanovllm.sampling_params import MIN_TEMPERATURE, SamplingParams
+from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
 from nanovllm.utils.detokenizer import Detokenizer
+
+T = TypeVar("T")
 
 
 class LLMEngine:
     """An engine over one model folder; options as in `Config`.
 
     Raises `TypeError` for an unknown option, `ValueError` for a wrong value or an unusable folder.
+
+    Any thread may use it, one at a time: `EngineError` for the others. An error or an interrupt (Ctrl-C) in the middle
+    of a step aborts all requests, also those of `add_request`; the engine is empty then and goes on working. A forked
+    process must not use the engine of its parent: start processes by "spawn" and build the engine there.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -51,6 +60,10 @@ class LLMEngine:
         self.num_steps = 0
         self.request_numbers = count()
         self.closed = False
+        self.lock = RLock()
+        self.changing = False  # an abort that comes meanwhile, by a signal handler or another thread, has to wait
+        self.broken = False  # a change was cut short
+        self.to_abort: list[int] = []
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -60,7 +73,8 @@ class LLMEngine:
         try:
             if not any(any(Path(self.config.model).glob(name)) for name in ("tokenizer*", "vocab.*")):
                 raise FileNotFoundError("it has no tokenizer files")  # transformers would make an empty one
-            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True)
+            # without the last one transformers asks on the terminal
+            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True, trust_remote_code=False)
         except Exception as error:
             raise ValueError(
                 f"no usable tokenizer in {self.config.model}: {error}; prompts of token ids work without one"
@@ -71,14 +85,17 @@ class LLMEngine:
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return self._enqueue(self._make_sequence(ids, params))
+        return self._enqueue(self._make_sequence(self._tokenize([prompt])[0], params))
 
     def abort(self, seq_id: int) -> None:
-        """End a request; it is never part of a result. Unknown and finished ids are ignored."""
-        if request := self.sequences.pop(seq_id, None):
-            for seq in _samples(request):
-                self.scheduler.abort(seq)
+        """End a request; it is never part of a result. Unknown and finished ids are ignored.
+
+        While a step runs, so in a signal handler or another thread, it ends when the step does, or with the next one.
+        """
+        self.to_abort.append(seq_id)
+        if not self.changing:
+            with suppress(EngineError):  # another thread is using the engine
+                self._change(self._flush_aborts)
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running and no finished output is left to fetch."""
@@ -91,8 +108,8 @@ class LLMEngine:
         and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
         A request with n > 1 is returned as a whole when it has finished.
         """
-        finished, self.unclaimed = self.unclaimed, []
-        finished += self._step()
+        finished = self._step()
+        finished, self.unclaimed = self.unclaimed + finished, []
         finished = [seq for seq in finished if seq.seq_id not in self.streams]
         if not stream:
             return [self._output(seq) for seq in finished]
@@ -118,11 +135,52 @@ class LLMEngine:
     def exit(self) -> None:
         """Drop all requests and free everything; may be called again."""
         if not self.closed:
+            self._change(self._drop_all)
             self.closed = True
-            self._drop_all()
             self.runner.exit()
 
     # Inside
+
+    def _change(self, action: Callable[..., T], *args: Any) -> T:
+        """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
+        if self.changing:  # a signal handler
+            raise EngineError("a step of this engine is running: nothing but abort() is possible meanwhile")
+        self._claim()
+        try:
+            self.changing = True
+            if self.broken:
+                self._drop_all()
+            result = action(*args)
+            self._flush_aborts()
+            if self.scheduler.is_finished():
+                self.in_flight.clear()  # rows of sequences that have ended
+            return result
+        except BaseException:
+            self.broken = True
+            self._drop_all()
+            raise
+        finally:
+            self.changing = False
+            self.lock.release()
+
+    def _claim(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            raise EngineError("another thread is using this engine: must be one thread at a time")
+
+    def _flush_aborts(self) -> None:
+        while self.to_abort:
+            if request := self.sequences.pop(self.to_abort.pop(), None):
+                for seq in _samples(request):
+                    self.scheduler.abort(seq)
+
+    def _tokenize(self, prompts: list[Any], special_tokens: bool = True) -> list[Any]:
+        """`prompts` with ids in the place of strings; `ValueError` for text that no tokenizer takes."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str) and (found := SURROGATE.search(prompt)):
+                raise ValueError(f"prompt {i} holds {found[0]!r} at {found.start()}: must not have a lone surrogate")
+        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
+        return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence that is not queued yet."""
@@ -162,6 +220,9 @@ class LLMEngine:
             seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
             seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
             seq.bad_words = bad_words
+            banned = {word[0] for word in bad_words if len(word) == 1} | (seq.stop_ids if seq.min_tokens else set())
+            if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+                raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
             seq.has_controls = bool(
                 params.adjusts_logits or params.allowed_token_ids or bad_words or (seq.temperature and params.truncates)
             )
@@ -175,6 +236,9 @@ class LLMEngine:
         return samples[0]
 
     def _enqueue(self, request: Sequence) -> int:
+        return self._change(self._add, request)
+
+    def _add(self, request: Sequence) -> int:
         number = next(self.request_numbers)
         if request.params.seed is None:
             key = struct.pack("<qq", self.config.seed, number)
@@ -189,28 +253,25 @@ class LLMEngine:
 
     def _step(self) -> list[Sequence]:
         """Launch what can run, fetch the ids of the step before, return the requests that ended."""
-        try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self.in_flight.append((batch, self.runner.launch(batch)))
-                self.scheduler.advance(batch)
-                self.num_steps += 1
-            elif not self.in_flight and not self.scheduler.is_finished():
-                raise EngineError("internal error: requests are left but nothing can be scheduled")
-            finished: list[Sequence] = []
-            while len(self.in_flight) > (1 if self.overlap and batch else 0):
-                batch_done, result = self.in_flight.popleft()
-                ids = result.tolist()
-                self.runner.check()
-                for seq, entries, entry in result.logprobs():
-                    if not seq.is_finished:  # else the row is dropped
-                        entries.append(entry)
-                finished += self.scheduler.postprocess(batch_done, ids)
-        except BaseException:
-            self._drop_all()
-            raise
-        if self.scheduler.is_finished():
-            self.in_flight.clear()  # rows of sequences that ended a step ago
+        return self._change(self._advance)
+
+    def _advance(self) -> list[Sequence]:
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self.in_flight.append((batch, self.runner.launch(batch)))
+            self.scheduler.advance(batch)
+            self.num_steps += 1
+        elif not self.in_flight and not self.scheduler.is_finished():
+            raise EngineError("internal error: requests are left but nothing can be scheduled")
+        finished: list[Sequence] = []
+        while len(self.in_flight) > (1 if self.overlap and batch else 0):
+            batch_done, result = self.in_flight.popleft()
+            ids = result.tolist()
+            self.runner.check()
+            for seq, entries, entry in result.logprobs():
+                if not seq.is_finished:  # else the row is dropped
+                    entries.append(entry)
+            finished += self.scheduler.postprocess(batch_done, ids)
         requests = dict.fromkeys(seq.request for seq in finished)
         done = [request for request in requests if all(seq.is_finished for seq in request.samples)]
         for request in done:
@@ -219,10 +280,11 @@ class LLMEngine:
 
     def _drop_all(self) -> None:
         """Back to an empty engine; what a failed step has written is never taken for a prefix."""
-        for seq_id in list(self.sequences):
-            self.abort(seq_id)
+        self.scheduler.reset([seq for request in self.sequences.values() for seq in _samples(request)])
+        self.sequences.clear()
         self.in_flight.clear()
-        self.scheduler.block_manager.clear_cache()
+        self.to_abort.clear()
+        self.broken = False
 
     def _output(self, request: Sequence) -> dict[str, Any]:
         outputs = [self._completion(seq) for seq in _samples(request)]

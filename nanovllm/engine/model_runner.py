@@ -12,7 +12,9 @@ one stream, in the order of the launches; what a graph reads or writes is alloca
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
@@ -41,6 +43,8 @@ from nanovllm.utils.parallel import Parallel
 MAX_CPU_CACHE_BYTES = 4 << 30
 
 
+# There if the driver of an NVIDIA GPU is loaded.
+NVIDIA_DRIVER = "/dev/nvidiactl"
 # Positions of prompts whose logits are computed at a time for log-probabilities.
 PROMPT_LOGPROB_ROWS = 256
 # Blocks that are copied at a time.
@@ -100,9 +104,14 @@ class ModelRunner:
         self.is_cuda = self.device.type == "cuda"
         self.dtype = _pick_dtype(config, self.device)
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
+        if not self.parallel.rank:
+            _warn_if_slow(config, self.device, self.backend.fits_graphs)
         try:
             self._build()
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            of_device = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            if not of_device and "can't allocate memory" not in str(error):  # what torch says of a CPU
+                raise
             raise OutOfMemoryError(
                 f"the {self.dtype} model and its activations do not fit the device ({error}); lower "
                 "max_num_batched_tokens, max_num_seqs or max_model_len"
@@ -111,7 +120,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _build(self) -> None:
         config, hf = self.config, self.config.hf
-        self.model = model_class(hf.architecture)(hf, config.max_model_len, self.parallel, self.dtype, self.device)
+        make = partial(model_class(hf.architecture), hf, config.max_model_len, self.parallel, self.dtype)
+        if config.load_format != "dummy":  # a bad checkpoint is found before it takes memory
+            make(torch.device("meta")).load(Checkpoint(config.model, check_only=True))
+        self.model = make(self.device)
         if config.load_format == "dummy":
             for parameter in self.model.parameters():
                 parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
@@ -313,7 +325,10 @@ class ModelRunner:
             slots, shared, self.reads_shared, wanted, self.num_logprobs, plan = changed
             self.controls.load(plan)
             if self.graph_sizes and (size, self.reads_shared) not in self.graphs:
-                self._capture(size, self.reads_shared)
+                try:
+                    self._capture(size, self.reads_shared)
+                except torch.OutOfMemoryError:  # the plain one gives the same, it only reads more
+                    self.graphs[size, self.reads_shared] = self.graphs[size, False]
             rows = slots + [self.slots.padding_row] * (size - n)
             arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]
         if changed or new_blocks:
@@ -534,6 +549,23 @@ def pick_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _warn_if_slow(config: Config, device: torch.device, fits_graphs: bool) -> None:
+    """Warn of what is far slower than this machine allows and was probably not meant."""
+    reason, hidden = "", os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if device.type == "cpu" and config.device == "auto" and not hidden and os.path.exists(NVIDIA_DRIVER):
+        reason = (
+            f"device='auto' runs on the CPU although there is an NVIDIA GPU: torch {torch.__version__} cannot use it; "
+            "install a CUDA build of torch that fits the driver, or say device='cpu' if it is meant"
+        )
+    if device.type == "cuda" and not fits_graphs and not config.enforce_eager:
+        reason = (
+            f"attention_backend={config.attention_backend!r} rules out CUDA graphs, which makes decode several times "
+            "slower; use 'auto', or say enforce_eager=True if it is meant"
+        )
+    if reason:
+        warnings.warn(reason, stacklevel=2)
 
 
 def _pick_dtype(config: Config, device: torch.device) -> torch.dtype:

@@ -13,6 +13,8 @@ Invariants: a sequence is in exactly one of `waiting`, `running` or finished; on
 blocks (a prompt between two chunks); blocks are released in `_release` alone.
 """
 
+import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # A waiting request that may fit because others have left is tried at the latest after so many steps.
 MAX_ADMISSION_DELAY = 16
+# A warning comes after so many preemptions and one for every fourth request that has finished.
+MANY_PREEMPTIONS = 32
 
 
 @dataclass(slots=True)
@@ -52,8 +56,24 @@ class Scheduler:
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_model_len = config.max_model_len
         self.block_size = config.kvcache_block_size
-        self.block_manager = BlockManager(num_blocks, self.block_size, config.enable_prefix_caching)
+        self.num_blocks, self.enable_prefix_caching = num_blocks, config.enable_prefix_caching
         self.eos_ids = frozenset(eos_ids)
+        self.reset()
+        # Counters since start, for `stats`.
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_hit_tokens = 0
+        self.num_generated_tokens = 0
+        self.patience: float = MANY_PREEMPTIONS
+        self.mean_completion: float | None = None
+
+    def reset(self, seqs: Iterable[Sequence] = ()) -> None:
+        """Empty, whatever a change that was cut short has left; `seqs`, all that had not finished, are aborted."""
+        for seq in seqs:
+            if not seq.is_finished:
+                seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
+            seq.block_table, seq.slot = [], -1
+        self.block_manager = BlockManager(self.num_blocks, self.block_size, self.enable_prefix_caching)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.running: dict[int, Sequence] = {}
         self.free_slots = list(range(self.max_num_seqs - 1, -1, -1))
@@ -62,19 +82,13 @@ class Scheduler:
         self.num_left = 0
         self.admission_delay = 0
         self.reserved_blocks = 0  # what the running sequences hold at their longest, nothing shared
-        # Counters since start, for `stats`.
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_hit_tokens = 0
-        self.num_generated_tokens = 0
-        self.mean_completion: float | None = None
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
 
     def check(self, seq: Sequence) -> None:
         """`ValueError` if `seq` could never run, however empty the engine is."""
-        capacity = len(self.block_manager.blocks) * self.block_size
+        capacity = self.num_blocks * self.block_size
         limit = min(self.max_model_len - 1, capacity)
         if seq.num_tokens > limit:
             raise ValueError(
@@ -186,7 +200,7 @@ class Scheduler:
         else:
             prefix = self.block_manager.find_prefix(seq)
         free_blocks = self.block_manager.num_free_after(prefix, seq.num_tokens)
-        if free_blocks < 0 or (self.running and not self._growth_fits(seq, free_blocks)):
+        if free_blocks < 0 or (self.running and not self._growth_fits(seq, prefix, free_blocks)):
             return False
         self.block_manager.allocate(seq, prefix)
         if other:
@@ -201,13 +215,13 @@ class Scheduler:
             self.num_hit_tokens += seq.num_hit_tokens
         return True
 
-    def _growth_fits(self, newcomer: Sequence, free_blocks: int) -> bool:
+    def _growth_fits(self, newcomer: Sequence, prefix: list[int], free_blocks: int) -> bool:
         """The watermark: can the running sequences and `newcomer` all reach their expected ends?
 
-        Each takes a block every `block_size` steps and gives all of its own back one step after its
-        end; the need is checked at every end, where it peaks.
+        Each takes a block every `block_size` steps and gives its own back one step after its end, a
+        shared one with the last end; the need is checked at every end, where it peaks.
         """
-        if self.reserved_blocks + self._most_blocks(newcomer) <= len(self.block_manager.blocks):
+        if self.reserved_blocks + self._most_blocks(newcomer) <= self.num_blocks:
             return True
         size = self.block_size
         seqs = (*self.running.values(), newcomer)
@@ -215,7 +229,11 @@ class Scheduler:
         tokens = np.array([seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs])
         held[-1], tokens[-1] = -(-newcomer.num_tokens // size), newcomer.num_tokens
         left = np.array([self._expected_num_tokens(seq) for seq in seqs]) - 1 - tokens
-        own = held - np.array([seq.num_hit_tokens // size for seq in seqs])
+        tables, last_owner = [*(seq.block_table for seq in self.running.values()), prefix], {}
+        for i in left.argsort(kind="stable"):
+            last_owner.update(dict.fromkeys(tables[i], i))
+        own = np.bincount(list(last_owner.values()), minlength=len(seqs))
+        own[-1] += held[-1] - len(prefix)
         now = left[:, None] + 1
         needed = np.where(left + 1 >= now, -(-(tokens + now) // size) - held, -own).sum(axis=1)
         return bool((needed <= free_blocks).all())
@@ -262,6 +280,14 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.num_preemptions += 1
+        self.patience -= 1
+        if self.patience < 0:
+            self.patience = math.inf
+            warnings.warn(
+                f"{self.num_preemptions} preemptions: the KV cache of {self.num_blocks} blocks is too small for what "
+                "runs, which is slow; raise num_kvcache_blocks or gpu_memory_utilization, or lower max_num_seqs",
+                stacklevel=2,
+            )
         self.block_manager.register(seq, seq.num_cached_tokens)
         self._release(seq)
         seq.status = SequenceStatus.WAITING
@@ -293,6 +319,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if reason != "abort":
+            self.patience += 0.25
             mean = self.mean_completion
             length = seq.num_completion_tokens
             self.mean_completion = length if mean is None else mean + (length - mean) / 32

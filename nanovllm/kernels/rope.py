@@ -82,10 +82,8 @@ def _norm_rope_store_kernel(
         rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
         f1 = f1 * rstd * w1
         f2 = f2 * rstd * w2
-    if ROPE:
-        f1, f2 = f1 * cos - f2 * sin, f2 * cos + f1 * sin
-    y1 = tl.where(is_v, x1, f1.to(x1.dtype))
-    y2 = tl.where(is_v, x2, f2.to(x2.dtype))
+    y1 = tl.where(is_v, x1, (f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype))
+    y2 = tl.where(is_v, x2, (f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype))
     q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
     tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
     tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from nanovllm.errors import CheckpointError
 
+_DTYPES = ("F64", "F32", "F16", "BF16")  # as safetensors calls them; others, as of quantized weights, need scales
+
 
 def new_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Parameter:
     """A parameter of zeros that a checkpoint fills."""
@@ -24,10 +26,11 @@ class Checkpoint:
     """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
 
     Tensors that are asked for and absent are collected, so that `finish` can name all of them.
+    check_only: `read` looks at names, dtypes and shapes and fills nothing.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder)
+    def __init__(self, folder: str, check_only: bool = False) -> None:
+        self.folder, self.check_only = Path(folder), check_only
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         self.missing: list[str] = []
@@ -52,16 +55,19 @@ class Checkpoint:
             self.missing.append(name)
             return
         part = self._open(self.file_of[name]).get_slice(name)
-        found = tuple(part.get_shape())
+        found, where = tuple(part.get_shape()), self.folder / self.file_of[name]
         if found != shape:
-            where = self.folder / self.file_of[name]
             raise CheckpointError(f"{where}: {name} has shape {found}, the config needs {shape}")
+        if part.get_dtype() not in _DTYPES:
+            raise CheckpointError(f"{where}: {name} has dtype {part.get_dtype()}: must be one of {', '.join(_DTYPES)}")
         self.used.add(name)
+        if self.check_only:
+            return
         stop = max(start, min(start + target.shape[dim], shape[dim]))
         try:
             rows = part[tuple(slice(start, stop) if d == dim else slice(None) for d in range(len(shape)))]
         except SafetensorError as error:
-            raise CheckpointError(f"{self.folder / self.file_of[name]}: {name} cannot be read: {error}") from None
+            raise CheckpointError(f"{where}: {name} cannot be read: {error}") from None
         target.narrow(dim, 0, stop - start).copy_(rows)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:

@@ -35,7 +35,7 @@ def is_list(value: object, is_item: Callable[[Any], bool]) -> bool:
 
 
 def integer(low: int, high: int | None = None, words: str = "") -> Rule:
-    words = words or (f"an integer >= {low}" if high is None else f"an integer in {low}..{high}")
+    words = words or (f"an integer >= {low}" if high is None else f"an integer >= {low} and <= {high}")
     return Rule(words, lambda v: is_integer(v) and v >= low and (high is None or v <= high), int)
 
 
