@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
-from typing import Any, BinaryIO, get_args
+from typing import Any, BinaryIO, get_args, get_type_hints
 
 from tqdm.auto import tqdm
 
@@ -159,9 +159,9 @@ def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, 
 
 def add_flags(parser: argparse.ArgumentParser, title: str, kind: Any, names: set[str]) -> None:
     """A typed flag for each of these fields of a dataclass that one word can fill."""
-    group = parser.add_argument_group(title)
+    group, hints = parser.add_argument_group(title), get_type_hints(kind)
     for f in fields(kind):
-        types = [t for t in get_args(f.type) or (f.type,) if t in (bool, int, float, str)]
+        types = [t for t in get_args(hints[f.name]) or (hints[f.name],) if t in (bool, int, float, str)]
         if f.name in names and types:
             how: dict[str, Any] = {"type": types[0], "metavar": types[0].__name__.upper()}
             if types[0] is bool:
@@ -192,10 +192,8 @@ def main() -> None:
         command.set_defaults(function=function)
     command.set_defaults(max_tokens=None)  # of chat
     args = parser.parse_args()
-    options, sampling = (
-        {name: value for name, value in vars(args).items() if name in names}
-        for names in (_OPTIONS, _SAMPLING - _OPTIONS)
-    )
+    options = {name: value for name, value in vars(args).items() if name in _OPTIONS}
+    sampling = {name: value for name, value in vars(args).items() if name in _SAMPLING - _OPTIONS}
     try:
         args.function(args, options, sampling)
     except (OSError, ValueError, OutOfMemoryError) as error:

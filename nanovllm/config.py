@@ -7,22 +7,25 @@ valid for its model folder.
 import json
 import re
 from dataclasses import dataclass, field, fields
-from numbers import Integral, Real
+from numbers import Real
 from os import PathLike
 from os.path import isdir
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from nanovllm.errors import CheckpointError, reject_unknown
+from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
 
 MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
-_CHOICES = {
-    "device": ("auto", "cuda", "cpu"),
-    "dtype": ("auto", *DTYPES),
-    "attention_backend": ("auto", "flash_attn", "triton", "torch"),
-    "load_format": ("auto", "dummy"),
-}
+_SIZE = integer(1, MAX_INT)
+_BLOCK_SIZE = Rule(
+    "a multiple of 16, > 0 and < 2**31", lambda v: is_integer(v) and 0 < v <= MAX_INT and v % 16 == 0, int
+)
+_NUM_BLOCKS = Rule(
+    "-1 (what memory allows) or an integer >= 1 and < 2**31",
+    lambda v: is_integer(v) and (v == -1 or 1 <= v <= MAX_INT), int,
+)  # fmt: skip
 # Fields that may be absent or have this value only; `auto_map` names code in the folder, which is never run.
 _ACCEPTED = {"quantization_config": None, "hidden_act": "silu", "use_sliding_window": False, "auto_map": None}
 # What each rope type that is supported needs beside `rope_theta`.
@@ -59,45 +62,45 @@ class ModelConfig:
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Read `config.json` (and `generation_config.json`); raises `CheckpointError` on a bad one."""
-        raw = _read_json(folder / "config.json")
+        path = folder / "config.json"
+        raw = _read_json(path)
         generation_path = folder / "generation_config.json"
         generation = _read_json(generation_path) if generation_path.is_file() else {}
 
-        def need(name: str) -> int:
-            value = raw.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise CheckpointError(f"{folder / 'config.json'}: {name}={value!r} must be an integer > 0")
+        def size(name: str, default: int | None = None) -> int:
+            value: Any = default if raw.get(name) is None else raw[name]
+            if not is_integer(value) or value <= 0:
+                raise CheckpointError(f"{path}: {name}={value!r} must be an integer > 0")
             return value
 
         architectures = raw.get("architectures")
         if not isinstance(architectures, list) or not architectures:
-            raise CheckpointError(f"{folder / 'config.json'}: 'architectures' is missing, the model class is unknown")
+            raise CheckpointError(f"{path}: 'architectures' is missing, the model class is unknown")
         for name, accepted in _ACCEPTED.items():
             if raw.get(name, accepted) not in (accepted, None):
-                raise CheckpointError(f"{folder / 'config.json'}: {name}={raw[name]!r} is not supported")
-        heads = need("num_attention_heads")
-        kv_heads = heads if raw.get("num_key_value_heads") is None else need("num_key_value_heads")
+                raise CheckpointError(f"{path}: {name}={raw[name]!r} is not supported")
+        heads = size("num_attention_heads")
+        kv_heads = size("num_key_value_heads", heads)
         if heads % kv_heads:
             raise CheckpointError(f"{heads} attention heads cannot be grouped over {kv_heads} key/value heads")
-        hidden_size = need("hidden_size")
         eps = raw.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, float) or not 0 < eps < 1:
-            raise CheckpointError(f"{folder / 'config.json'}: rms_norm_eps={eps!r} must be a number in (0, 1)")
+            raise CheckpointError(f"{path}: rms_norm_eps={eps!r} must be a number in (0, 1)")
         return cls(
             architecture=architectures[0],
-            vocab_size=need("vocab_size"),
-            hidden_size=hidden_size,
-            intermediate_size=need("intermediate_size"),
-            num_hidden_layers=need("num_hidden_layers"),
+            vocab_size=size("vocab_size"),
+            hidden_size=size("hidden_size"),
+            intermediate_size=size("intermediate_size"),
+            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
-            head_dim=hidden_size // heads if raw.get("head_dim") is None else need("head_dim"),
-            max_position_embeddings=need("max_position_embeddings"),
-            rms_norm_eps=float(eps),
+            head_dim=size("head_dim", size("hidden_size") // heads),
+            max_position_embeddings=size("max_position_embeddings"),
+            rms_norm_eps=eps,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             dtype=_checkpoint_dtype(raw),
-            rope=_rope_settings(raw, folder),
+            rope=_rope_settings(raw, path),
             eos_token_ids=sorted({*_id_list(raw), *_id_list(generation), *_tokenizer_eos(folder)}),
         )
 
@@ -111,21 +114,21 @@ class Config:
     """
 
     model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    max_model_len: int = 4096
-    max_num_seqs: int = 512
-    max_num_batched_tokens: int = 16384
-    gpu_memory_utilization: float = 0.9
-    kvcache_block_size: int = 256
-    num_kvcache_blocks: int = -1
+    device: Annotated[str, one_of("auto", "cuda", "cpu")] = "auto"
+    dtype: Annotated[str, one_of("auto", *DTYPES)] = "auto"
+    max_model_len: Annotated[int, _SIZE] = 4096
+    max_num_seqs: Annotated[int, _SIZE] = 512
+    max_num_batched_tokens: Annotated[int, _SIZE] = 16384
+    gpu_memory_utilization: Annotated[float, real("a number in (0, 1]", lambda share: 0 < share <= 1)] = 0.9
+    kvcache_block_size: Annotated[int, _BLOCK_SIZE] = 256
+    num_kvcache_blocks: Annotated[int, _NUM_BLOCKS] = -1
     enable_prefix_caching: bool = True
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Annotated[int, integer(1, 8)] = 1
     enforce_eager: bool = False
     async_scheduling: bool = True
-    attention_backend: str = "auto"
-    load_format: str = "auto"
-    seed: int = 0
+    attention_backend: Annotated[str, one_of("auto", "flash_attn", "triton", "torch")] = "auto"
+    load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
+    seed: Annotated[int, integer(-(2**63), 2**63 - 1)] = 0
     hf: ModelConfig = field(init=False)
 
     @classmethod
@@ -136,46 +139,17 @@ class Config:
         return cls(model, **options)
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                self._fail(name, f"one of {', '.join(choices)}")
-        self._check_int("max_model_len", 1)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("tensor_parallel_size", 1, 8)
-        self._check_int("seed", -(2**63), 2**63 - 1)
-        self._check_int("kvcache_block_size", 16)
-        if self.kvcache_block_size % 16:
-            self._fail("kvcache_block_size", "a multiple of 16")
-        if self.num_kvcache_blocks != -1:
-            self._check_int("num_kvcache_blocks", 1, allowed="-1 (what memory allows) or an integer >= 1 and < 2**31")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, Real) or isinstance(share, bool) or not 0 < share <= 1:
-            self._fail("gpu_memory_utilization", "a number in (0, 1]")
-        for name in ("enable_prefix_caching", "enforce_eager", "async_scheduling"):
-            if not isinstance(getattr(self, name), bool):
-                self._fail(name, "True or False")
+        check(self)
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
-            self._fail("model", "the path of a local folder")
+            fail("model", self.model, "the path of a local folder")
         folder = Path(self.model)
         if not isdir(folder):
             hint = "there is no such folder"
             if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(self.model)):
                 hint += f"; if it is a hub id, `hf download {self.model} --local-dir ./model` first, and pass ./model"
-            self._fail("model", f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
+            fail("model", self.model, f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
         self.hf = ModelConfig.from_folder(folder)
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
-
-    def _fail(self, name: str, allowed: str) -> None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
-
-    def _check_int(self, name: str, low: int, high: int = MAX_INT, allowed: str = "") -> None:
-        value = getattr(self, name)
-        allowed = allowed or f"an integer >= {low} and <= {high}"
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            self._fail(name, allowed)
-        if not low <= value <= high:
-            self._fail(name, allowed)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -196,21 +170,19 @@ def _checkpoint_dtype(raw: dict[str, Any]) -> str:
     return dtype if dtype in DTYPES else "float32"
 
 
-def _rope_settings(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _rope_settings(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """One dict from transformers 5's `rope_parameters` or 4's `rope_theta` and `rope_scaling`."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
     needed = _ROPE_FIELDS.get(rope["rope_type"])
     if needed is None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}"
-        )
+        raise CheckpointError(f"{path}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}")
     if rope["rope_type"] == "yarn":
         rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     for name in ("rope_theta", *needed):
         if not isinstance(rope.get(name), Real):
-            raise CheckpointError(f"{folder / 'config.json'}: rope setting {name}={rope.get(name)!r} must be a number")
+            raise CheckpointError(f"{path}: rope setting {name}={rope.get(name)!r} must be a number")
     return rope
 
 
@@ -227,6 +199,6 @@ def _tokenizer_eos(folder: Path) -> list[int]:
 def _id_list(raw: dict[str, Any]) -> list[int]:
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not all(map(is_integer, ids)):
         raise CheckpointError(f"eos_token_id={value!r} in the model's configuration: must be an integer or several")
     return ids

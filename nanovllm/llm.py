@@ -18,7 +18,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | list[int]
+Params = SamplingParams | list[SamplingParams] | None
 Message = dict[str, Any]
+Output = dict[str, Any]
 
 
 class LLM(LLMEngine):
@@ -44,11 +46,8 @@ class LLM(LLMEngine):
         self.exit()
 
     def generate(
-        self,
-        prompts: Prompt | list[Prompt],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[dict[str, Any]]:
+        self, prompts: Prompt | list[Prompt], sampling_params: Params = None, use_tqdm: bool = True
+    ) -> list[Output]:
         """Complete every prompt and return the outputs in their order.
 
         prompts: a string, a list of ids, or a list of either.
@@ -56,18 +55,12 @@ class LLM(LLMEngine):
 
         Every prompt is checked before any runs: `ValueError` or `TypeError` with the index of the bad one.
         """
-        items = _as_list(prompts)
-        params = _one_each(sampling_params, len(items))
-        return self._run(self._make_sequences(self._tokenize(items), params), use_tqdm)
+        return self._run(_as_list(prompts), sampling_params, use_tqdm)
 
     def chat(
-        self,
-        messages: list[Message] | list[list[Message]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
-        chat_template_kwargs: dict[str, Any] | None = None,
-    ) -> list[dict[str, Any]]:
+        self, messages: list[Message] | list[list[Message]], sampling_params: Params = None, use_tqdm: bool = True,
+        add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[Output]:  # fmt: skip
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
@@ -77,16 +70,11 @@ class LLM(LLMEngine):
             is_list = isinstance(chat, (list, tuple)) and bool(chat)
             if not is_list or not all(isinstance(m, dict) and "role" in m for m in chat):
                 raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
-        texts = [
-            self.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=add_generation_prompt, **(chat_template_kwargs or {})
-            )
-            for chat in conversations
-        ]
-        params = _one_each(sampling_params, len(texts))
-        return self._run(self._make_sequences(self._tokenize(texts, special_tokens=False), params), use_tqdm)
+        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
+        return self._run(texts, sampling_params, use_tqdm, special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[dict[str, Any]]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
 
         Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
@@ -101,7 +89,7 @@ class LLM(LLMEngine):
             raise ValueError(f"SamplingParams.n={params.n}: must be 1 in a stream; use generate for several samples")
         return self._stream(seq)
 
-    def _stream(self, seq: Sequence) -> Iterator[dict[str, Any]]:
+    def _stream(self, seq: Sequence) -> Iterator[Output]:
         self.streams.add(seq.seq_id)
         try:
             self._enqueue(seq)
@@ -117,20 +105,20 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _make_sequences(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[Sequence]:
-        sequences = []
-        for i, (ids, p) in enumerate(zip(prompts, params)):
+    def _run(
+        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, special_tokens: bool = True
+    ) -> list[Output]:
+        """Check and queue all prompts, step until they have ended, return their outputs in the same order."""
+        sequences: list[Sequence] = []
+        params = _one_each(sampling_params, len(prompts))
+        for ids, p in zip(self._tokenize(prompts, special_tokens), params):
             try:
                 sequences.append(self._make_sequence(ids, p))
             except (TypeError, ValueError) as error:
-                raise type(error)(f"prompt {i}: {error}") from None
-        return sequences
-
-    def _run(self, sequences: list[Sequence], use_tqdm: bool) -> list[dict[str, Any]]:
-        """Queue `sequences`, step until all have ended, return their outputs in the same order."""
+                raise type(error)(f"prompt {len(sequences)}: {error}") from None
         self._claim()
         position = {seq.seq_id: i for i, seq in enumerate(sequences)}
-        outputs: list[dict[str, Any]] = [{}] * len(sequences)
+        outputs: list[Output] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
         try:
             for seq in sequences:
@@ -160,32 +148,31 @@ class LLM(LLMEngine):
         return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
 
     def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
-        now = self.stats()
-        computed, cached, generated = (
-            now[key] - before[key] for key in ("prompt_tokens", "cached_prompt_tokens", "generated_tokens")
-        )
-        return {"prefill": f"{(computed - cached) / seconds:.0f} tok/s", "decode": f"{generated / seconds:.0f} tok/s"}
+        new = {key: value - before[key] for key, value in self.stats().items()}
+        prefill, decode = new["prompt_tokens"] - new["cached_prompt_tokens"], new["generated_tokens"]
+        return {"prefill": f"{prefill / seconds:.0f} tok/s", "decode": f"{decode / seconds:.0f} tok/s"}
 
 
 def _as_list(prompts: Any) -> list[Any]:
     """`prompts` as a list of prompts: strings and lists of ids; a lone prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # a numpy array or a tensor of ids
-        prompts = prompts.tolist()
+    prompts = _plain(prompts)
     if not isinstance(prompts, (list, tuple)):
         kind = type(prompts).__name__
         raise TypeError(f"prompts is {kind}: must be a string, a list of token ids, or a list of either")
     if prompts and isinstance(prompts[0], Integral):
         return [list(prompts)]
-    items = []
-    for i, prompt in enumerate(prompts):
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
+    items = [_plain(prompt) for prompt in prompts]
+    for i, prompt in enumerate(items):
         if not isinstance(prompt, (str, list, tuple)):
             raise TypeError(f"prompt {i} is {type(prompt).__name__}: must be a string or a list of token ids")
-        items.append(prompt)
     return items
+
+
+def _plain(ids: Any) -> Any:
+    """Lists for a numpy array or a tensor."""
+    return ids.tolist() if hasattr(ids, "tolist") else ids
 
 
 def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:

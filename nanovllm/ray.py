@@ -104,14 +104,9 @@ class LLMActor:
 
 
 def generate(
-    ds: Dataset,
-    model: str,
-    sampling_params: SamplingParams | None = None,
-    *,
-    num_engines: int,
-    batch_size: int = 256,
+    ds: Dataset, model: str, sampling_params: SamplingParams | None = None, *, num_engines: int, batch_size: int = 256,
     **options: Any,
-) -> Dataset:
+) -> Dataset:  # fmt: skip
     """Send the rows of `ds` through `num_engines` engines; lazy, like every transform of a `Dataset`.
 
     Rows, their new columns and `options` are those of `LLMActor`. An engine takes `tensor_parallel_size` GPUs of one
@@ -124,19 +119,14 @@ def generate(
     on_cpu = options.get("device") == "cpu"
     # a block a batch: nothing that has finished is computed again, and rows spread evenly
     ds = ds.repartition(target_num_rows_per_block=batch_size, strict=True).map_batches(
-        LLMActor,
-        fn_constructor_args=(model, sampling_params),
-        fn_constructor_kwargs=options,
-        batch_size=batch_size,
-        batch_format="pyarrow",
-        num_cpus=0.5 if on_cpu else None,
-        num_gpus=None if on_cpu else options.get("tensor_parallel_size", 1),
+        LLMActor, fn_constructor_args=(model, sampling_params), fn_constructor_kwargs=options,
+        batch_size=batch_size, batch_format="pyarrow",
+        num_cpus=0.5 if on_cpu else None, num_gpus=None if on_cpu else options.get("tensor_parallel_size", 1),
         compute=ActorPoolStrategy(
-            size=num_engines,
-            max_concurrent_calls_per_actor=BATCHES_AT_ONCE,
+            size=num_engines, max_concurrent_calls_per_actor=BATCHES_AT_ONCE,
             max_tasks_in_flight_per_actor=BATCHES_AT_ONCE + 4,  # rows are there before an engine asks
         ),
-    )
+    )  # fmt: skip
     # the first engine to be ready must not take all the tasks of a small job
     ds.context.wait_for_min_actors_s = START_SECONDS
     return ds

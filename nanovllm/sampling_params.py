@@ -3,11 +3,11 @@
 It must not know of models: what needs a vocabulary or a tokenizer is checked when a request is added.
 """
 
-import math
 import re
-from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
-from numbers import Integral, Real
+from typing import Annotated, Any
+
+from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_integer, is_list, real
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5
@@ -15,23 +15,29 @@ MIN_TEMPERATURE = 1e-5
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def _fail(field: str, value: object, allowed: str) -> None:
-    raise ValueError(f"SamplingParams.{field}={value!r}: must be {allowed}")
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer that no float can hold
-        return False
+def _is_id(value: Any) -> bool:
+    return is_integer(value) and value >= 0
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != "" and not SURROGATE.search(value)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 0
+def _ids(value: Any) -> list[int]:
+    return [int(i) for i in value]
+
+
+def _is_bias(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_id(i) and is_finite(v) for i, v in value.items())
+
+
+_TEXTS = "a list of strings, none of them empty or with a lone surrogate"
+_PENALTY = real("a number in [-2, 2]", lambda p: -2 <= p <= 2)
+_STOP = Rule(f"a string or {_TEXTS}", lambda v: _is_text(v) or is_list(v, _is_text))
+_IDS = Rule("a list of token ids >= 0", lambda v: is_list(v, _is_id), _ids)
+_SOME_IDS = Rule("a list of token ids >= 0, not empty", lambda v: is_list(v, _is_id) and len(v) > 0, _ids)
+_BIAS = Rule("a dict of token ids >= 0 to finite numbers", _is_bias, lambda v: {int(i): float(x) for i, x in v.items()})
+_WORDS = Rule(_TEXTS, lambda v: is_list(v, _is_text), list)
 
 
 @dataclass(slots=True)
@@ -68,53 +74,36 @@ class SamplingParams:
     probabilities the lower id comes first in top_k and top_p.
     """
 
-    temperature: float = 1.0
-    max_tokens: int | None = 64
-    min_tokens: int = 0
+    temperature: Annotated[float, real("a finite number >= 0", lambda t: t >= 0)] = 1.0
+    max_tokens: Annotated[int | None, integer(1)] = 64
+    min_tokens: Annotated[int, integer(0, words="an integer in 0..max_tokens")] = 0
     ignore_eos: bool = False
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[str | list[str] | None, _STOP] = None
+    stop_token_ids: Annotated[list[int] | None, _IDS] = None
     include_stop_str_in_output: bool = False
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    seed: int | None = None
-    n: int = 1
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    top_k: Annotated[int, integer(-1, words="an integer >= 0 (0 or -1: off)")] = 0
+    top_p: Annotated[float, real("a number in (0, 1]", lambda p: 0 < p <= 1)] = 1.0
+    min_p: Annotated[float, real("a number in [0, 1]", lambda p: 0 <= p <= 1)] = 0.0
+    repetition_penalty: Annotated[float, real("a finite number > 0", lambda p: p > 0)] = 1.0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, _BIAS] = None
+    allowed_token_ids: Annotated[list[int] | None, _SOME_IDS] = None
+    bad_words: Annotated[list[str] | None, _WORDS] = None
+    seed: Annotated[int | None, integer(-(2**63), 2**64 - 1, "an integer of 64 bits")] = None
+    n: Annotated[int, integer(1)] = 1
+    logprobs: Annotated[int | None, integer(0)] = None
+    prompt_logprobs: Annotated[int | None, integer(0)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        self._check_real("temperature", 0.0, math.inf)
-        if self.max_tokens is not None:
-            self._check_int("max_tokens", 1, None, "an integer >= 1, or None")
-        self._check_int("min_tokens", 0, self.max_tokens, f"an integer in 0..max_tokens ({self.max_tokens})")
-        for name in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                _fail(name, getattr(self, name), "True or False")
-        self._check_stop()
-        self._check_int("top_k", -1, None, "an integer >= 0 (0 or -1: off)")
-        self._check_real("top_p", 0.0, 1.0, exclusive_low=True)
-        self._check_real("min_p", 0.0, 1.0)
-        self._check_real("repetition_penalty", 0.0, math.inf, exclusive_low=True)
-        self._check_real("presence_penalty", -2.0, 2.0)
-        self._check_real("frequency_penalty", -2.0, 2.0)
-        if self.seed is not None:
-            self._check_int("seed", -(2**63), 2**64 - 1, "an integer of 64 bits, or None")
-        self._check_int("n", 1, None, "an integer >= 1")
+        check(self, "SamplingParams.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            fail("SamplingParams.min_tokens", self.min_tokens, f"an integer in 0..max_tokens ({self.max_tokens})")
         if self.n > 1 and self.temperature < MIN_TEMPERATURE:
-            _fail("n", self.n, "an integer >= 1, and 1 at temperature 0: greedy samples would all be the same")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._check_int(name, 0, None, "an integer >= 0, or None")
-        self._check_bias_and_words()
+            words = "an integer >= 1, and 1 at temperature 0: greedy samples would all be the same"
+            fail("SamplingParams.n", self.n, words)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -139,50 +128,3 @@ class SamplingParams:
     def adjusts_logits(self) -> bool:
         """Whether logits change to other numbers than minus infinity."""
         return bool(self.logit_bias) or self.penalises
-
-    def _check_real(self, name: str, low: float, high: float, exclusive_low: bool = False) -> None:
-        value = getattr(self, name)
-        allowed = f"a finite number {'>' if exclusive_low else '>='} {low:g}"
-        if high != math.inf:
-            allowed = f"a number in {'(' if exclusive_low else '['}{low:g}, {high:g}]"
-        if not _is_finite(value):
-            _fail(name, value, allowed)
-        if not low <= value <= high or (exclusive_low and value == low):
-            _fail(name, value, allowed)
-        setattr(self, name, float(value))
-
-    def _check_int(self, name: str, low: int, high: int | None, allowed: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, Integral) or isinstance(value, bool):
-            _fail(name, value, allowed)
-        if value < low or (high is not None and value > high):
-            _fail(name, value, allowed)
-        setattr(self, name, int(value))
-
-    def _check_stop(self) -> None:
-        allowed = "a string or a list of strings, none of them empty or with a lone surrogate"
-        if self.stop is not None and not isinstance(self.stop, (str, list, tuple)):
-            _fail("stop", self.stop, allowed)
-        if self.stop == "" or not all(map(_is_text, self.stop_strings)):
-            _fail("stop", self.stop, allowed)
-        self._check_ids("stop_token_ids", "a list of token ids >= 0")
-
-    def _check_ids(self, name: str, allowed: str, least: int = 0) -> None:
-        ids = getattr(self, name)
-        if ids is not None:
-            is_list = isinstance(ids, SequenceABC) and not isinstance(ids, str)
-            if not is_list or not all(map(_is_id, ids)) or len(ids) < least:
-                _fail(name, ids, allowed)
-            setattr(self, name, [int(i) for i in ids])
-
-    def _check_bias_and_words(self) -> None:
-        bias, words = self.logit_bias, self.bad_words
-        if bias is not None:
-            if not isinstance(bias, dict) or not all(_is_id(i) and _is_finite(v) for i, v in bias.items()):
-                _fail("logit_bias", bias, "a dict of token ids >= 0 to finite numbers")
-            self.logit_bias = {int(i): float(v) for i, v in bias.items()}
-        self._check_ids("allowed_token_ids", "a list of token ids >= 0, not empty", least=1)
-        if words is not None:
-            if not isinstance(words, (list, tuple)) or not all(map(_is_text, words)):
-                _fail("bad_words", words, "a list of strings, none of them empty or with a lone surrogate")
-            self.bad_words = list(words)

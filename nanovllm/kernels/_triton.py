@@ -6,14 +6,16 @@ kernel. Invariant: without Triton and without a GPU all modules import, and thei
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Absent:
@@ -102,6 +104,17 @@ def pdl(device: torch.device) -> dict[str, bool]:
     if HAS_PDL and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
+
+
+def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:
+    """`reference`, by way of `kernel` where the first argument is on a GPU."""
+
+    @functools.wraps(reference)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        x: Any = args[0]
+        return (kernel if x.is_cuda else reference)(*args, **kwargs)
+
+    return call
 
 
 def next_power_of_2(n: int) -> int:

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import by_device, pdl, tl, triton, wait_for_inputs
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """gate_up [N, 2 I] (contiguous; gate first) -> silu(gate) * up [N, I]."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
@@ -32,11 +33,9 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     if n:
-        options = pdl(gate_up.device)
-        _silu_mul_kernel[(n, -(-width // block))](gate_up, out, I=width, BLOCK=block, num_warps=4, **options)
+        grid = (n, -(-width // block))
+        _silu_mul_kernel[grid](gate_up, out, I=width, BLOCK=block, num_warps=4, **pdl(gate_up.device))
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2 I] (contiguous; gate first) -> silu(gate) * up [N, I]."""
-    return (silu_mul_triton if gate_up.is_cuda else silu_mul_reference)(gate_up)
+silu_mul = by_device(silu_mul_triton, silu_mul_reference)

@@ -11,25 +11,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import (
-    NUM_COUNTERS,
-    arrival_counters,
-    cache_slots,
-    dot,
-    next_power_of_2,
-    pdl,
-    tl,
-    triton,
-    wait_for_inputs,
-)
+from nanovllm.kernels._attention import attend, load_keys
+from nanovllm.kernels._triton import arrival_counters, by_device, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _MAX_SPLITS = 32
 
 
 def paged_decode_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
-    scale: float, num_splits: int | None = None, out: Tensor | None = None,
+    scale: float,
 ) -> Tensor:  # fmt: skip
+    """Attention of one query token a sequence to all its keys -> [B, Hq, D].
+
+    q [B, Hq, D] (may be strided along B); k_cache, v_cache [blocks, block_size, Hkv, D]; block_tables
+    [S, max_blocks] int32, of which batch entry b has row rows[b], int32; context_lens [B] int32, keys of each,
+    0: the output row is zero. Fit for CUDA graphs after one call outside (it allocates the counters); launches on one
+    device must not overlap.
+    """
     (batch, heads, dim), (block_size, kv_heads) = q.shape, k_cache.shape[1:3]
     longest = max(int(context_lens.max()), 1) if batch else 1
     tables = block_tables[rows.long(), : -(-longest // block_size)].long().clamp(min=0)
@@ -37,8 +35,30 @@ def paged_decode_reference(
     k, v = (c[tables].flatten(1, 2).masked_fill(~mask[:, :, None, None], 0).transpose(1, 2) for c in (k_cache, v_cache))
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)  # the group as query length: K and V are read once
     o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(q.shape)
-    o = o.masked_fill((context_lens == 0)[:, None, None], 0)
-    return o if out is None else out.copy_(o)
+    return o.masked_fill((context_lens == 0)[:, None, None], 0)
+
+
+@triton.jit
+def _combine(
+    out, partial, partial_lse, head, splits, active,
+    G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """The outputs of G heads from `head` on: partial results of `active` splits, weighted by their log-sum-exp."""
+    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, BLOCK_S)[None, :]
+    for first in tl.static_range(0, G, BLOCK_G):
+        j = first + tl.arange(0, BLOCK_G)
+        part = (head + j)[:, None] * splits + i
+        here = (j < G)[:, None] & (i < active)
+        lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
+        a = tl.load(
+            partial + part[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
+            other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        w = tl.exp2(lse - tl.maximum(tl.max(lse, 1), -1e30)[:, None])
+        o = tl.sum(a * w[:, :, None], 1) / tl.maximum(tl.sum(w, 1), 1e-30)[:, None]
+        dst = out + (head + j)[:, None] * D + d[None, :]
+        tl.store(dst, o.to(out.dtype.element_ty), mask=(j < G)[:, None] & (d < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits", "shared_splits"])
@@ -70,7 +90,7 @@ def _decode_kernel(
         return
     end = tl.minimum((split + 1) * per_split, n)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head = b * HK * G + hk * G + g
     first_key = split * per_split
@@ -84,45 +104,24 @@ def _decode_kernel(
             m_new = tl.maximum(m, prefix_lse)
             alpha = tl.exp2(m - m_new)
             weight = tl.exp2(prefix_lse - m_new)
-            l = l * alpha + weight  # noqa: E741
+            total = total * alpha + weight
             acc = acc * alpha[:, None] + value * weight[:, None]
             m = m_new
     for start in tl.range(first_key, end, BLOCK_N):
         valid = start + tl.arange(0, BLOCK_N) < end
-        offs = (cache_slots(table, start, end, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
-        mask = valid[:, None] & (d < D)[None, :]
-        k = tl.load(k_cache + offs, mask=mask, other=0.0)
-        v = tl.load(v_cache + offs, mask=mask, other=0.0)
+        k, v = load_keys(k_cache, v_cache, table, start, end, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
         s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         s = tl.where(valid[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
-        m = m_new
-    acc = acc / tl.where(l > 0, l, 1.0)[:, None]
+        m, total, acc = attend(s, v, m, total, acc, scale_log2)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     if not SPLIT or active == 1:
         tl.store(out + head[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=head_mask)
     else:
         tl.store(partial + (head * splits + split)[:, None] * D + d[None, :], acc, mask=head_mask)
-        tl.store(partial_lse + head * splits + split, m + tl.log2(l), mask=g < G)
+        tl.store(partial_lse + head * splits + split, m + tl.log2(total), mask=g < G)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
         if tl.atomic_add(counters + b * HK + hk, 1, sem="acq_rel", scope="gpu") == active - 1:
-            i = tl.arange(0, BLOCK_S)[None, :]
-            for first in tl.static_range(0, G, BLOCK_G):
-                j = first + tl.arange(0, BLOCK_G)
-                part = (b * HK * G + hk * G + j)[:, None] * splits + i
-                here = (j < G)[:, None] & (i < active)
-                lse = tl.load(partial_lse + part, mask=here, other=float("-inf"), cache_modifier=".cg")
-                a = tl.load(
-                    partial + part[:, :, None] * D + d[None, None, :], mask=here[:, :, None] & (d < D)[None, None, :],
-                    other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
-                w = tl.exp2(lse - tl.maximum(tl.max(lse, 1), -1e30)[:, None])
-                o = tl.sum(a * w[:, :, None], 1) / tl.maximum(tl.sum(w, 1), 1e-30)[:, None]
-                dst = out + (b * HK * G + hk * G + j)[:, None] * D + d[None, :]
-                tl.store(dst, o.to(out.dtype.element_ty), mask=(j < G)[:, None] & (d < D)[None, :])
+            _combine(out, partial, partial_lse, b * HK * G + hk * G, splits, active, G, D, BLOCK_D, BLOCK_S, BLOCK_G)
             tl.store(counters + b * HK + hk, 0)
 
 
@@ -145,19 +144,19 @@ def decode_config(programs: int, dim: int, itemsize: int, device: torch.device) 
 
 def paged_decode_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
-    scale: float, num_splits: int | None = None, out: Tensor | None = None,
-    config: tuple[int, int, int] | None = None, prefix: tuple[Tensor, Tensor, Tensor] | None = None,
+    scale: float, num_splits: int | None = None, config: tuple[int, int, int] | None = None,
+    prefix: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """`paged_decode` on the GPU; prefix: shared_len [1] int32, a multiple of the block size and at most every
-    context_len but those of padding rows, which then get some finite result, and the partial results of
-    `shared_prefix_triton` for so many keys."""
+    """num_splits: programs that share a sequence's keys, by default decode_splits.
+    prefix: shared_len [1] int32, a multiple of the block size and at most every context_len but those of padding rows,
+    which then get some finite result, and the partial results of `shared_prefix_triton` for so many keys."""
     (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
-    if out is None:
-        out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
+    counters = arrival_counters(device)
+    out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
     if num_splits is None:
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
         num_splits = decode_splits(batch, kv_heads, num_sms)
-    if batch * kv_heads > NUM_COUNTERS or prefix:
+    if batch * kv_heads > len(counters) or prefix:
         num_splits = 1
     block_n, warps, stages = config or decode_config(batch * kv_heads, dim, q.element_size(), device)
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
@@ -166,7 +165,7 @@ def paged_decode_triton(
     if batch:
         _decode_kernel[(kv_heads, num_splits, batch)](
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
-            arrival_counters(device), *(prefix or (context_lens, partial, partial)),
+            counters, *(prefix or (context_lens, partial, partial)),
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
             prefix[2].shape[2] if prefix else 0,
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
@@ -178,16 +177,4 @@ def paged_decode_triton(
     return out
 
 
-def paged_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
-    scale: float, num_splits: int | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Attention of one query token a sequence to all its keys -> [B, Hq, D].
-
-    q [B, Hq, D] (may be strided along B); k_cache, v_cache [blocks, block_size, Hkv, D]; block_tables
-    [S, max_blocks] int32, of which batch entry b has row rows[b], int32; context_lens [B] int32, keys of each,
-    0: the output row is zero. num_splits: programs that share a sequence's keys, by default decode_splits. Fit for
-    CUDA graphs after one call outside (it allocates the counters); launches on one device must not overlap.
-    """
-    f = paged_decode_triton if q.is_cuda else paged_decode_reference
-    return f(q, k_cache, v_cache, block_tables, rows, context_lens, scale, num_splits, out)
+paged_decode = by_device(paged_decode_triton, paged_decode_reference)

@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nanovllm.kernels._triton import TensorDescriptor, cache_slots, dot, next_power_of_2, tl, triton
+from nanovllm.kernels._attention import attend, load_keys
+from nanovllm.kernels._triton import TensorDescriptor, by_device, dot, next_power_of_2, tl, triton
 
 
 def paged_prefill_reference(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, cu_seqlens_q: Tensor,
     context_lens: Tensor, max_seqlen_q: int, scale: float,
 ) -> Tensor:  # fmt: skip
+    """Causal attention of each sequence's newest tokens to all its tokens, whose K/V are in the cache -> [N, Hq, D].
+
+    q [N, Hq, D] (may be strided along N): sequence b has q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]] (int32 [B + 1]), the
+    last of its context_lens[b] tokens (int32 [B]); max_seqlen_q: the most query tokens of a sequence, or more.
+    k_cache, v_cache, block_tables, rows: as for paged_decode.
+    """
     heads, dim = q.shape[1:]
     block_size, kv_heads = k_cache.shape[1:3]
     out = torch.empty((q.shape[0], heads, dim), dtype=q.dtype, device=q.device)
@@ -66,7 +73,7 @@ def _prefill_kernel(
     end = tl.minimum(n, n - length + first + TOKENS)
     full = (n - length + first + 1) // BLOCK_N * BLOCK_N  # every row sees every key before
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     whole = tl.minimum(tl.cdiv(end, BLOCK_N), n // BLOCK_N) * BLOCK_N
     for TAIL in tl.static_range(2):
@@ -78,20 +85,12 @@ def _prefill_kernel(
                 k = k_tiles.load([slot, hk * D])
                 v = v_tiles.load([slot, hk * D])
             else:
-                offs = (cache_slots(table, start, n, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
-                mask = (keys < n)[:, None] & (d < D)[None, :]
-                k = tl.load(k_cache + offs, mask=mask, other=0.0)
-                v = tl.load(v_cache + offs, mask=mask, other=0.0)
+                k, v = load_keys(k_cache, v_cache, table, start, n, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
             s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             if start >= full:
                 s = tl.where(keys[None, :] <= position[:, None], s, float("-inf"))
-            m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-            alpha = tl.exp2(m - m_new)
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            l = l * alpha + tl.sum(p, 1)  # noqa: E741
-            acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
-            m = m_new
-    acc = acc / l[:, None]
+            m, total, acc = attend(s, v, m, total, acc, scale_log2)
+    acc = acc / total[:, None]
     dst = out + (q0 + first).to(tl.int64) * (HK * G * D) + (token * (HK * G * D) + head)[:, None] + d[None, :]
     tl.store(dst, acc.to(out.dtype.element_ty), mask=row_mask)
 
@@ -142,15 +141,4 @@ def paged_prefill_triton(
     return out
 
 
-def paged_prefill(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, cu_seqlens_q: Tensor,
-    context_lens: Tensor, max_seqlen_q: int, scale: float,
-) -> Tensor:  # fmt: skip
-    """Causal attention of each sequence's newest tokens to all its tokens, whose K/V are in the cache -> [N, Hq, D].
-
-    q [N, Hq, D] (may be strided along N): sequence b has q[cu_seqlens_q[b] : cu_seqlens_q[b + 1]] (int32 [B + 1]), the
-    last of its context_lens[b] tokens (int32 [B]); max_seqlen_q: the most query tokens of a sequence, or more.
-    k_cache, v_cache, block_tables, rows: as for paged_decode.
-    """
-    f = paged_prefill_triton if q.is_cuda else paged_prefill_reference
-    return f(q, k_cache, v_cache, block_tables, rows, cu_seqlens_q, context_lens, max_seqlen_q, scale)
+paged_prefill = by_device(paged_prefill_triton, paged_prefill_reference)

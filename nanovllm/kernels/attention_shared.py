@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import cache_slots, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._attention import attend, load_keys
+from nanovllm.kernels._triton import dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _BLOCK_M, _BLOCK_N = 128, 64
 
@@ -44,24 +45,16 @@ def _shared_prefix_kernel(
     table = tables + tl.load(rows).to(tl.int64) * table_stride
     qt = tl.load(q + (b * q_stride + head * D)[:, None] + d[None, :], mask=mask, other=0.0)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)  # noqa: E741
+    total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in tl.range(start, end, BLOCK_N):
         valid = first + tl.arange(0, BLOCK_N) < end
-        offs = (cache_slots(table, first, end, BLOCK_SIZE, BLOCK_N) * HK + hk)[:, None] * D + d[None, :]
-        kv_mask = valid[:, None] & (d < D)[None, :]
-        k = tl.load(k_cache + offs, mask=kv_mask, other=0.0)
-        v = tl.load(v_cache + offs, mask=kv_mask, other=0.0)
+        k, v = load_keys(k_cache, v_cache, table, first, end, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
         s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
         s = tl.where(valid[None, :], s * scale_log2, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - m_new[:, None])
-        l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        acc = dot(p.to(v.dtype), v, acc * alpha[:, None])
-        m = m_new
-    tl.store(partial + part[:, None] * D + d[None, :], acc / l[:, None], mask=mask)
-    tl.store(partial_lse + part, m + tl.log2(l), mask=row_mask)
+        m, total, acc = attend(s, v, m, total, acc, 1.0)  # s is scaled already
+    tl.store(partial + part[:, None] * D + d[None, :], acc / total[:, None], mask=mask)
+    tl.store(partial_lse + part, m + tl.log2(total), mask=row_mask)
 
 
 def shared_prefix_splits(batch: int, heads: int, kv_heads: int, num_sms: int) -> int:

@@ -122,20 +122,6 @@ def _few_rows_kernel(
         tl.store(out + o, acc.to(out.dtype.element_ty), mask=m[:, None])
 
 
-def _one_row(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
-) -> None:
-    """add: whether to add to `out`; None: a product that never does."""
-    k, n = x.shape[1], out.shape[1]
-    block_k = next_power_of_2(k)
-    block_n = max(8192 // (block_k * (2 if silu else 1)), 1)
-    _one_row_kernel[(-(-n // block_n),)](
-        x, x if norm_weight is None else norm_weight, weight, out, out, n, eps, int(bool(add)),
-        K=k, BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SILU=silu, ADD=add is not None,
-        num_warps=4 if block_k * (2 if silu else 1) <= 8192 else 8, **pdl(x.device),
-    )  # fmt: skip
-
-
 def few_rows_splits(n: int, k: int) -> int:
     """Programs that share the K of a product of few rows: so that they fill the GPU and none has much more to do."""
     splits, tiles = 1, n // _BLOCK_N
@@ -144,33 +130,41 @@ def few_rows_splits(n: int, k: int) -> int:
     return splits
 
 
-def _few_rows(x: Tensor, weight: Tensor, out: Tensor, silu: bool, add: bool) -> None:
+def _product(
+    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
+) -> Tensor:
+    """add: whether to add to `out`; None: a product that never does."""
     (m, k), n = x.shape, out.shape[1]
+    if m == 1:
+        block_k = next_power_of_2(k)
+        wide = block_k * (2 if silu else 1)
+        block_n = max(8192 // wide, 1)
+        _one_row_kernel[(-(-n // block_n),)](
+            x, x if norm_weight is None else norm_weight, weight, out, out, n, eps, int(bool(add)),
+            K=k, BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SILU=silu, ADD=add is not None,
+            num_warps=4 if wide <= 8192 else 8, **pdl(x.device),
+        )  # fmt: skip
+        return out
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, eps)
     block_m = 16 if m <= 16 else _MOST_ROWS
     splits = 1 if silu else few_rows_splits(n, k)
     partial = torch.empty((n * splits * block_m if splits > 1 else 1,), dtype=torch.float32, device=x.device)
     _few_rows_kernel[(n // _BLOCK_N, splits)](
-        x, weight, out, out, partial, arrival_counters(x.device), m, n, k, int(add),
+        x, weight, out, out, partial, arrival_counters(x.device), m, n, k, int(bool(add)),
         BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, SPLITS=splits, SILU=silu,
         num_warps=4, num_stages=3 if silu and block_m > 16 else 4, **pdl(x.device),  # at most 99 KB of shared memory
     )  # fmt: skip
+    return out
 
 
 def norm_linear_triton(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, silu: bool = False) -> Tensor:
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if silu else 1)), dtype=x.dtype, device=x.device)
-    if x.shape[0] == 1:
-        _one_row(x, norm_weight, eps, weight, out, silu, None)
-    else:
-        _few_rows(rms_norm(x, norm_weight, eps), weight, out, silu, False)
-    return out
+    return _product(x, norm_weight, eps, weight, out, silu, None)
 
 
 def linear_add_triton(x: Tensor, weight: Tensor, residual: Tensor, add: bool = True) -> Tensor:
-    if x.shape[0] == 1:
-        _one_row(x, None, 0.0, weight, residual, False, add)
-    else:
-        _few_rows(x, weight, residual, False, add)
-    return residual
+    return _product(x, None, 0.0, weight, residual, False, add)
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

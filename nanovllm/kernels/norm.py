@@ -6,10 +6,11 @@ Invariant: the mean square is summed in fp32, whatever the type of the model.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [N, H] (rows may be strided), weight [H] -> [N, H]: x / rms(x) * weight."""
     f = x.float()
     return weight * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -38,6 +39,4 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N, H] (rows may be strided), weight [H] -> [N, H]: x / rms(x) * weight."""
-    return (rms_norm_triton if x.is_cuda else rms_norm_reference)(x, weight, eps)
+rms_norm = by_device(rms_norm_triton, rms_norm_reference)

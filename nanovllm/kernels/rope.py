@@ -6,43 +6,50 @@ It must not know of blocks: a token's place in the cache is one number. Invarian
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
-def store_kv_reference(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def norm_rope_store_reference(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
+    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float,
+) -> Tensor:  # fmt: skip
+    """RMSNorm over each q and k head, rotary embedding (halves, not pairs), store of k and v; returns q [N, Hq, D].
+
+    qkv [N, (Hq + 2 Hkv) D] (rows may be strided, Hq may be 0); q_weight, k_weight [D], or both None: no norm;
+    cos_sin [max_pos, D] fp32, cos in the first half, or None: no rotation; positions [N] int32 or int64;
+    slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place.
+    """
+    num_kv_heads, dim = k_cache.shape[2:]
+    heads = qkv.unflatten(-1, (-1, dim))
+    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+
+    if cos_sin is not None:
+        cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)
+
+    def norm_rope(x: Tensor, weight: Tensor | None) -> Tensor:
+        f = x.float()
+        if weight is not None:
+            f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+        if cos_sin is not None:
+            x1, x2 = f.chunk(2, -1)
+            f = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
+        return f.to(x.dtype)
+
+    q, k = norm_rope(q, q_weight), norm_rope(k, k_weight)
     live = slot_mapping >= 0
     if not bool(live.all()):
         k, v, slot_mapping = k[live], v[live], slot_mapping[live]
     slots = slot_mapping.long()
     k_cache.flatten(0, 1)[slots] = k
     v_cache.flatten(0, 1)[slots] = v
-
-
-def norm_rope_store_reference(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float,
-) -> Tensor:  # fmt: skip
-    num_kv_heads, dim = k_cache.shape[2:]
-    heads = qkv.unflatten(-1, (-1, dim))
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)
-
-    def norm_rope(x: Tensor, weight: Tensor | None) -> Tensor:
-        f = x.float()
-        if weight is not None:
-            f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-        x1, x2 = f.chunk(2, -1)
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(x.dtype)
-
-    store_kv_reference(norm_rope(k, k_weight), v, slot_mapping, k_cache, v_cache)
-    return norm_rope(q, q_weight)
+    return q
 
 
 @triton.jit
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i): HB query heads, then HB key heads, then HB value heads, as i grows. No branches, so that all
     loads are in flight at once: value heads are rotated too, and the result dropped."""
@@ -62,9 +69,10 @@ def _norm_rope_store_kernel(
     x1 = tl.load(src, mask=mask, other=0.0)
     x2 = tl.load(src + D // 2, mask=mask, other=0.0)
     slot = tl.load(slot_mapping + token).to(tl.int64)
-    row = cos_sin + tl.load(positions + token).to(tl.int64) * D
-    cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
+    if ROPE:
+        row = cos_sin + tl.load(positions + token).to(tl.int64) * D
+        cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
+        sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
     f1 = x1.to(tl.float32)
     f2 = x2.to(tl.float32)
     if NORM:
@@ -74,8 +82,8 @@ def _norm_rope_store_kernel(
         rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
         f1 = f1 * rstd * w1
         f2 = f2 * rstd * w2
-    y1 = tl.where(is_v, x1, (f1 * cos - f2 * sin).to(x1.dtype))
-    y2 = tl.where(is_v, x2, (f2 * cos + f1 * sin).to(x2.dtype))
+    y1 = tl.where(is_v, x1, (f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype))
+    y2 = tl.where(is_v, x2, (f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype))
     q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
     tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
     tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
@@ -86,7 +94,7 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_store_triton(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor, positions: Tensor,
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
     slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, config: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """config: (heads a program, warps)."""
@@ -97,49 +105,11 @@ def norm_rope_store_triton(
     if n:
         _norm_rope_store_kernel[(n, -(-hq // heads) + 2 * -(-hk // heads))](
             qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-            cos_sin, positions, slot_mapping, qkv.stride(0), eps,
-            HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, NORM=q_weight is not None, num_warps=warps,
-            **pdl(qkv.device),
+            qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
+            HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, NORM=q_weight is not None,
+            ROPE=cos_sin is not None, num_warps=warps, **pdl(qkv.device),
         )  # fmt: skip
     return q
 
 
-def norm_rope_store(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float,
-) -> Tensor:  # fmt: skip
-    """RMSNorm over each q and k head, rotary embedding (halves, not pairs), store of k and v; returns q [N, Hq, D].
-
-    qkv [N, (Hq + 2 Hkv) D] (rows may be strided); q_weight, k_weight [D], or both None: no norm;
-    cos_sin [max_pos, D] fp32, cos in the first half; positions [N] int32 or int64; slot_mapping [N] int32, -1: not
-    stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place.
-    """
-    f = norm_rope_store_triton if qkv.is_cuda else norm_rope_store_reference
-    return f(qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, k_cache, v_cache, eps)
-
-
-@triton.jit
-def _store_kv_kernel(
-    k, v, slot_mapping, k_cache, v_cache, k_stride, v_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if slot >= 0:
-        i = tl.arange(0, BLOCK)
-        mask = i < WIDTH
-        tl.store(k_cache + slot * WIDTH + i, tl.load(k + token * k_stride + i, mask=mask), mask=mask)
-        tl.store(v_cache + slot * WIDTH + i, tl.load(v + token * v_stride + i, mask=mask), mask=mask)
-
-
-def store_kv_triton(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    n, hk, dim = k.shape
-    if n:
-        _store_kv_kernel[(n,)](
-            k, v, slot_mapping, k_cache, v_cache, k.stride(0), v.stride(0),
-            WIDTH=hk * dim, BLOCK=next_power_of_2(hk * dim), num_warps=4,
-        )  # fmt: skip
-
-
-def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """k, v [N, Hkv, D] (may be strided along N) go to their slots, slot_mapping [N] int32 (-1: not stored)."""
-    (store_kv_triton if k.is_cuda else store_kv_reference)(k, v, slot_mapping, k_cache, v_cache)
+norm_rope_store = by_device(norm_rope_store_triton, norm_rope_store_reference)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import fast_log2, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import by_device, fast_log2, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 _M32 = 0xFFFFFFFF
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -37,6 +37,10 @@ def gumbel_reference(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 def sample_with_scores_reference(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
 ) -> tuple[Tensor, Tensor]:
+    """As sample, for columns vocab_offset... of the vocabulary: (scores [B] fp32, ids [B] int64, over the vocabulary).
+
+    The shard with the best score (the first of equals) has the token that the whole vocabulary would give.
+    """
     ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
     t = temperatures[:, None]
     scores = logits.float()
@@ -45,10 +49,6 @@ def sample_with_scores_reference(
     scores = scores.masked_fill(scores.isnan(), -math.inf)
     best = scores.amax(1)
     return best, ids.where(scores == best[:, None], ids[-1]).amin(1)
-
-
-def sample_reference(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    return sample_with_scores_reference(logits, temperatures, seeds, positions)[1]
 
 
 @triton.jit
@@ -138,12 +138,11 @@ def sample_with_scores_triton(
         _best_of_row_kernel[(batch,)](
             scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks,
             BLOCK=next_power_of_2(-(-vocab // block)), **pdl(device),  # one size for all numbers of tiles
-        )
+        )  # fmt: skip
     return out_scores, out_ids
 
 
-def sample_triton(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    return sample_with_scores_triton(logits, temperatures, seeds, positions)[1]
+sample_with_scores = by_device(sample_with_scores_triton, sample_with_scores_reference)
 
 
 def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
@@ -152,14 +151,3 @@ def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tenso
     Temperature 0 is greedy. Equal scores: the lowest id. NaN loses against everything.
     """
     return sample_with_scores(logits, temperatures, seeds, positions)[1]
-
-
-def sample_with_scores(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
-) -> tuple[Tensor, Tensor]:
-    """As sample, for columns vocab_offset... of the vocabulary: (scores [B] fp32, ids [B] int64, over the vocabulary).
-
-    The shard with the best score (the first of equals) has the token that the whole vocabulary would give.
-    """
-    f = sample_with_scores_triton if logits.is_cuda else sample_with_scores_reference
-    return f(logits, temperatures, seeds, positions, vocab_offset)

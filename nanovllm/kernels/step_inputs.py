@@ -6,13 +6,21 @@ token once; the padding row counts and stores nothing.
 
 from torch import Tensor
 
-from nanovllm.kernels._triton import pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import by_device, pdl, tl, triton, wait_for_inputs
 
 
 def decode_inputs_reference(
     rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int,
     out_input_ids: Tensor, out_positions: Tensor, out_slot_mapping: Tensor, out_context_lens: Tensor,
 ) -> None:  # fmt: skip
+    """Inputs of batch entry b, whose state is in row r = rows[b]: its last token, at position context_lens[r].
+
+    rows [B] int32, all different except for the padding row S, the last: it gets slot -1, position 0, length 0.
+    State: last_tokens [S+1] int64, context_lens [S+1] int32 (tokens in the cache; += 1 for each r < S),
+    block_tables [S+1, max_blocks] int32.
+    Out: out_input_ids [B] int64, out_positions [B] int64, out_slot_mapping [B] int32, out_context_lens [B] int32
+    (keys to attend to, the new token's included).
+    """
     r = rows.long()
     live = r < last_tokens.shape[0] - 1
     pos = context_lens[r].where(live, 0).long()
@@ -57,19 +65,4 @@ def decode_inputs_triton(
         )  # fmt: skip
 
 
-def decode_inputs(
-    rows: Tensor, last_tokens: Tensor, context_lens: Tensor, block_tables: Tensor, block_size: int,
-    out_input_ids: Tensor, out_positions: Tensor, out_slot_mapping: Tensor, out_context_lens: Tensor,
-) -> None:  # fmt: skip
-    """Inputs of batch entry b, whose state is in row r = rows[b]: its last token, at position context_lens[r].
-
-    rows [B] int32, all different except for the padding row S, the last: it gets slot -1, position 0, length 0.
-    State: last_tokens [S+1] int64, context_lens [S+1] int32 (tokens in the cache; += 1 for each r < S),
-    block_tables [S+1, max_blocks] int32.
-    Out: out_input_ids [B] int64, out_positions [B] int64, out_slot_mapping [B] int32, out_context_lens [B] int32
-    (keys to attend to, the new token's included).
-    """
-    (decode_inputs_triton if rows.is_cuda else decode_inputs_reference)(
-        rows, last_tokens, context_lens, block_tables, block_size,
-        out_input_ids, out_positions, out_slot_mapping, out_context_lens,
-    )  # fmt: skip
+decode_inputs = by_device(decode_inputs_triton, decode_inputs_reference)

@@ -94,6 +94,24 @@ def _search(row, vocab, lo, hi, target, top, scale, SHIFT: tl.constexpr, LANES: 
 
 
 @triton.jit
+def _cut(row, vocab, threshold, ties, LANES: tl.constexpr):
+    """Keep logits above `threshold` and the first `ties` of those equal to it; the others become -inf."""
+    seen = 0.0
+    for start in tl.range(0, vocab, LANES * 8):
+        cols = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+        x = _tile(row, start, vocab, LANES)
+        equal = tl.where(x == threshold, 1.0, 0.0)
+        of_lane = tl.sum(equal, 1)
+        n = tl.sum(of_lane, 0)
+        stays = (x > threshold) | (x == tl.where(seen + n <= ties, threshold, float("inf")))
+        if (seen < ties) & (seen + n > ties):
+            rank = seen + (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(equal, 1)
+            stays = (x > threshold) | ((x == threshold) & (rank <= ties))
+        seen += n
+        tl.store(row + cols, tl.where(stays, x, float("-inf")), mask=cols < vocab)
+
+
+@triton.jit
 def _truncate_kernel(
     logits, temperatures, top_k, top_p, margins, stride, vocab,
     SHIFT: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
@@ -153,19 +171,7 @@ def _truncate_kernel(
         if cut >= threshold:
             ties = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
             threshold = cut
-    seen = 0.0
-    for start in tl.range(0, vocab, LANES * 8):
-        cols = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        x = _tile(row, start, vocab, LANES)
-        equal = tl.where(x == threshold, 1.0, 0.0)
-        of_lane = tl.sum(equal, 1)
-        n = tl.sum(of_lane, 0)
-        stays = (x > threshold) | (x == tl.where(seen + n <= ties, threshold, float("inf")))
-        if (seen < ties) & (seen + n > ties):
-            rank = seen + (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(equal, 1)
-            stays = (x > threshold) | ((x == threshold) & (rank <= ties))
-        seen += n
-        tl.store(row + cols, tl.where(stays, x, float("-inf")), mask=cols < vocab)
+    _cut(row, vocab, threshold, ties, LANES)
 
 
 def truncate_triton(

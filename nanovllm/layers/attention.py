@@ -5,7 +5,7 @@ are stored before any is read, because sequences of one step may share blocks.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.rope import norm_rope_store
 from nanovllm.layers.attention_backend import AttentionBackend
@@ -18,17 +18,14 @@ class Attention(nn.Module):
     k_cache, v_cache: [blocks, block_size, num_kv_heads, head_dim].
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, rope: torch.Tensor, eps: float) -> None:
+    def __init__(self, num_kv_heads: int, head_dim: int, rope: Tensor, eps: float) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.rope, self.eps = rope, eps
+        self.num_kv_heads, self.head_dim, self.rope, self.eps = num_kv_heads, head_dim, rope, eps
         self.scale = head_dim**-0.5
         self.backend: AttentionBackend
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(
-        self, qkv: torch.Tensor, q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, context: Context
-    ) -> torch.Tensor:
+    def forward(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, context: Context) -> Tensor:
         """[N, (heads + 2 * kv_heads) * head_dim] -> [N, heads * head_dim]; weights of the q/k norms, if any."""
         # All K/V of the step are stored before any is read: sequences of one step may share blocks.
         q = norm_rope_store(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.kernels.attention_decode import paged_decode, paged_decode_triton
 from nanovllm.kernels.attention_prefill import paged_prefill
@@ -31,15 +32,11 @@ class AttentionBackend(ABC):
         return False
 
     @abstractmethod
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """Several tokens a sequence; the last token of each sees all of its keys."""
 
     @abstractmethod
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """One token a sequence."""
 
 
@@ -52,9 +49,7 @@ class TorchBackend(AttentionBackend):
         self.group = 16  # sequences gathered at once in decode
         self.workspace = torch.empty(0)
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         if context.gather is None:
             context.gather = [
@@ -75,9 +70,7 @@ class TorchBackend(AttentionBackend):
             )[0].transpose(0, 1)
         return out
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         kv_heads, dim = k_cache.shape[2:]
         if context.gather is None:
             context.gather = self._decode_groups(context, k_cache.shape[1], kv_heads)
@@ -96,7 +89,7 @@ class TorchBackend(AttentionBackend):
             out[part] = F.scaled_dot_product_attention(grouped[part], k, v, mask, scale=scale)
         return out.flatten(1, 2)
 
-    def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[torch.Tensor]]:
+    def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[Tensor]]:
         """For each group of sequences, which are padded to its longest only and stay in the processor's cache: rows
         [b, kv_heads, most keys] of the cache seen as [slots * kv_heads, head_dim], and a mask of the real keys."""
         assert context.key_lens is not None
@@ -110,7 +103,7 @@ class TorchBackend(AttentionBackend):
         return groups
 
     @staticmethod
-    def _cache_index(context: Context, part: slice, block_size: int) -> torch.Tensor:
+    def _cache_index(context: Context, part: slice, block_size: int) -> Tensor:
         """[b, most keys] int64: where the keys of each sequence in `part` are in the flattened cache."""
         assert context.key_lens is not None
         most = max(context.key_lens[part])
@@ -125,23 +118,19 @@ class TritonBackend(AttentionBackend):
     def reads_shared_prefix(self, batch: int, shared: int) -> bool:
         return batch >= 32 and shared >= 512
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.cu_seqlens_q is not None and context.query_lens is not None
         return paged_prefill(
             q, k_cache, v_cache, context.block_tables, context.rows, context.cu_seqlens_q, context.context_lens,
             max(context.query_lens), scale,
         )  # fmt: skip
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         cache = (k_cache, v_cache, context.block_tables, context.rows)
         if context.shared_len is None:
             return paged_decode(q, *cache, context.context_lens, scale)
         prefix = (context.shared_len, *shared_prefix_triton(q, *cache, context.shared_len, scale))
-        return paged_decode_triton(q, *cache, context.context_lens, scale, num_splits=1, prefix=prefix)
+        return paged_decode_triton(q, *cache, context.context_lens, scale, prefix=prefix)
 
 
 class FlashAttentionBackend(AttentionBackend):
@@ -155,9 +144,7 @@ class FlashAttentionBackend(AttentionBackend):
         flash = import_module("flash_attn_interface" if self.version == 3 else "flash_attn")
         self.varlen, self.with_kvcache = flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         tables = self._tables(context)
         most_queries, most_keys = max(context.query_lens), max(context.key_lens)
@@ -173,16 +160,14 @@ class FlashAttentionBackend(AttentionBackend):
             softmax_scale=scale, causal=True, block_table=tables,
         )  # fmt: skip
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         tables = {"page_table" if self.version == 3 else "block_table": self._tables(context)}
         return self.with_kvcache(
             q[:, None], k_cache, v_cache, cache_seqlens=context.context_lens, softmax_scale=scale, causal=True, **tables
         )[:, 0]
 
     @staticmethod
-    def _tables(context: Context) -> torch.Tensor:
+    def _tables(context: Context) -> Tensor:
         if context.gather is None:
             context.gather = [context.block_tables[context.rows]]
         return context.gather[0]

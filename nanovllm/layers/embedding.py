@@ -7,7 +7,7 @@ padded, and padding never gets a logit.
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
@@ -25,7 +25,7 @@ class VocabParallelEmbedding(nn.Module):
         self.start = parallel.rank * self.share
         self.weight = new_weight(self.share, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         if self.parallel.size == 1:
             return F.embedding(ids, self.weight)
         ids = ids - self.start
@@ -34,9 +34,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.parallel.all_reduce(x)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
-        part = checkpoint.read(f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start, self.share)
-        if part is not None:
-            self.weight[: part.shape[0]].copy_(part)
+        checkpoint.read(self.weight, f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
@@ -49,5 +47,5 @@ class ParallelLMHead(VocabParallelEmbedding):
     def num_logits(self) -> int:
         return max(0, min(self.share, self.vocab_size - self.start))
 
-    def forward(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(x, self.weight[: self.num_logits].t(), out=out)

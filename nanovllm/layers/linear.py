@@ -8,7 +8,7 @@ row-parallel one is the same on every rank.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.linear import linear_add, norm_linear
 from nanovllm.layers.norm import RMSNorm
@@ -34,20 +34,17 @@ class ColumnParallelLinear(nn.Module):
         self.weight = new_weight(rows, in_features, dtype=dtype, device=device)
         self.bias = new_weight(rows, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, self.silu)
 
     def load(self, checkpoint: Checkpoint, *names: str) -> None:
         """Read this rank's rows of each matrix, `names` without ".weight"."""
         row = 0
         for name, out, (start, size) in zip(names, self.out_features, self.shares):
-            part = checkpoint.read(f"{name}.weight", (out, self.in_features), 0, start, size)
-            if part is not None:
-                self.weight[row : row + part.shape[0]].copy_(part)
+            rows = slice(row, row + size)
+            checkpoint.read(self.weight[rows], f"{name}.weight", (out, self.in_features), 0, start)
             if self.bias is not None:
-                part = checkpoint.read(f"{name}.bias", (out,), 0, start, size)
-                if part is not None:
-                    self.bias[row : row + part.shape[0]].copy_(part)
+                checkpoint.read(self.bias[rows], f"{name}.bias", (out,), 0, start)
             row += size
 
 
@@ -63,16 +60,13 @@ class RowParallelLinear(nn.Module):
         self.weight = new_weight(out_features, share[1], dtype=dtype, device=device)
         self.bias = new_weight(out_features, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         """`residual` in place; every rank comes with the same, and the first one adds its own to the sum."""
         return self.parallel.all_reduce(linear_add(x, self.weight, self.bias, residual, self.parallel.rank == 0))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
-        start, size = self.share
-        part = checkpoint.read(f"{name}.weight", (self.out_features, self.in_features), 1, start, size)
-        if part is not None:
-            self.weight[:, : part.shape[1]].copy_(part)
+        checkpoint.read(self.weight, f"{name}.weight", (self.out_features, self.in_features), 1, self.share[0])
         if self.bias is not None:
-            part = checkpoint.read(f"{name}.bias", (self.out_features,))
-            if part is not None and self.parallel.rank == 0:  # added once, by the first rank
-                self.bias.copy_(part)
+            checkpoint.read(self.bias, f"{name}.bias", (self.out_features,))
+            if self.parallel.rank:
+                self.bias.zero_()  # the first rank adds it, once

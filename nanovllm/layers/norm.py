@@ -4,7 +4,7 @@ It must not know of ranks. Invariant: the weight is whole on every rank.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.kernels.norm import rms_norm
 from nanovllm.utils.checkpoint import Checkpoint, new_weight
@@ -18,10 +18,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = new_weight(size, dtype=dtype, device=device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
-        part = checkpoint.read(f"{name}.weight", tuple(self.weight.shape))
-        if part is not None:
-            self.weight.copy_(part)
+        checkpoint.read(self.weight, f"{name}.weight", tuple(self.weight.shape))

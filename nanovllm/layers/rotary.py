@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int, device: torch.device) -> torch.Tensor:
+def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int, device: torch.device) -> Tensor:
     """[num_positions, head_dim] fp32: cos of each position in the first half, sin in the second.
 
     Angles are position * theta^(-2i/d) (Su et al., 2021), with the frequencies changed as the rope
@@ -29,7 +30,7 @@ def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int, device: 
     return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scale).to(device)
 
 
-def _llama3(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+def _llama3(inverse: Tensor, rope: dict[str, Any]) -> Tensor:
     """Slow frequencies divided by `factor`, fast ones kept, a linear blend between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
@@ -37,7 +38,7 @@ def _llama3(inverse: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     return inverse * (kept + (1 - kept) / rope["factor"])
 
 
-def _yarn(inverse: torch.Tensor, rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
+def _yarn(inverse: Tensor, rope: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Interpolated frequencies and the factor that cos and sin are multiplied with."""
     factor, length = rope["factor"], rope["original_max_position_embeddings"]
 

@@ -7,6 +7,7 @@ nor of penalties and the like (`engine/controls.py`). Invariant: ids are the sam
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.kernels.sampling import sample, sample_with_scores
 from nanovllm.utils.parallel import Parallel
@@ -26,9 +27,7 @@ class Sampler:
     def __init__(self, parallel: Parallel, vocab_start: int) -> None:
         self.parallel, self.vocab_start = parallel, vocab_start
 
-    def __call__(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """[B, share of the vocabulary] -> ids [B] int64, the same on every rank; temperature 0 is greedy."""
         if self.parallel.size == 1:
             return sample(logits, temperatures, seeds, positions)
@@ -37,7 +36,7 @@ class Sampler:
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id
         return every[:, 1].gather(0, best)[0].long()
 
-    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    def logprobs(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, ...]:
         """Log-probabilities in fp32, the same on every rank.
 
         [R, share of the vocabulary], ids [R] -> `ids`, theirs [R], the ids of the best k [R, k] int64, theirs [R, k].
@@ -52,7 +51,7 @@ class Sampler:
         total, own, values, best = table.split([1, 1, k, k], 1)
         return ids, (own - total)[:, 0], best.long(), values - total
 
-    def _share_of_logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> torch.Tensor:
+    def _share_of_logprobs(self, logits: Tensor, ids: Tensor, k: int) -> Tensor:
         """Of this rank's share: [logsumexp, logit of `ids` or -inf, best k logits, their ids] for each row."""
         logits, vocab = logits.float(), logits.shape[1]
         values, best = (

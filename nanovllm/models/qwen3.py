@@ -8,7 +8,7 @@ heads, MLP and vocabulary are split over them.
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
@@ -22,31 +22,21 @@ from nanovllm.utils.parallel import Parallel
 
 
 class Qwen3Attention(nn.Module):
-    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: Parallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, rope: Tensor, parallel: Parallel, **factory: Any) -> None:
         super().__init__()
-        rank, size, dim = parallel.rank, parallel.size, config.head_dim
-        total_heads, total_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        heads = total_heads // size
-        kv_heads = max(1, total_kv_heads // size)
-        first_kv_head = rank * total_kv_heads // size  # with fewer heads than ranks, neighbours share one
-        q_share = (rank * heads * dim, heads * dim)
-        kv_share = (first_kv_head * dim, kv_heads * dim)
-        self.qkv_proj = ColumnParallelLinear(
-            config.hidden_size,
-            [total_heads * dim, total_kv_heads * dim, total_kv_heads * dim],
-            [q_share, kv_share, kv_share],
-            config.attention_bias,
-            silu=False,
-            **factory,
-        )
-        self.o_proj = RowParallelLinear(
-            total_heads * dim, config.hidden_size, q_share, config.attention_bias, parallel, **factory
-        )
+        rank, size, dim, hidden = parallel.rank, parallel.size, config.head_dim, config.hidden_size
+        heads, kv_heads, bias = config.num_attention_heads, config.num_key_value_heads, config.attention_bias
+        my_heads, my_kv_heads = heads // size, max(1, kv_heads // size)
+        first_kv_head = rank * kv_heads // size  # with fewer heads than ranks, neighbours share one
+        q_share, kv_share = (rank * my_heads * dim, my_heads * dim), (first_kv_head * dim, my_kv_heads * dim)
+        sizes, shares = [heads * dim, kv_heads * dim, kv_heads * dim], [q_share, kv_share, kv_share]
+        self.qkv_proj = ColumnParallelLinear(hidden, sizes, shares, bias, silu=False, **factory)
+        self.o_proj = RowParallelLinear(heads * dim, hidden, q_share, bias, parallel, **factory)
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
-        self.attn = Attention(heads, kv_heads, dim, rope, config.rms_norm_eps)
+        self.attn = Attention(my_kv_heads, dim, rope, config.rms_norm_eps)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm, context: Context) -> torch.Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
         qkv = self.qkv_proj(x, norm)
         return self.o_proj(self.attn(qkv, self.q_norm.weight, self.k_norm.weight, context), x)
 
@@ -66,7 +56,7 @@ class Qwen3MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden, [total, total], [share, share], False, silu=True, **factory)
         self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
 
-    def forward(self, x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
         return self.down_proj(self.gate_up_proj(x, norm), x)
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
@@ -75,14 +65,14 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, rope: torch.Tensor, parallel: Parallel, **factory: Any) -> None:
+    def __init__(self, config: ModelConfig, rope: Tensor, parallel: Parallel, **factory: Any) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.self_attn = Qwen3Attention(config, rope, parallel, **factory)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.mlp = Qwen3MLP(config, parallel, **factory)
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """x: the residual stream [N, hidden], to which attention and MLP add in place."""
         x = self.self_attn(x, self.input_layernorm, context)
         return self.mlp(x, self.post_attention_layernorm)
@@ -114,14 +104,14 @@ class Qwen3ForCausalLM(nn.Module):
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, input_ids: torch.Tensor, context: Context) -> torch.Tensor:
+    def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """[N] -> hidden states [N, hidden]."""
         x = self.embed_tokens(input_ids)
         for layer in self.layers:
             x = layer(x, context)
         return self.norm(x)
 
-    def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary], in `out` if given."""
         return self.lm_head(hidden, out)
 

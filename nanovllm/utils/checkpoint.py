@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from nanovllm.errors import CheckpointError
 
@@ -25,7 +26,7 @@ class Checkpoint:
     """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
 
     Tensors that are asked for and absent are collected, so that `finish` can name all of them.
-    check_only: `read` looks at names, dtypes and shapes and returns `None`.
+    check_only: `read` looks at names, dtypes and shapes and fills nothing.
     """
 
     def __init__(self, folder: str, check_only: bool = False) -> None:
@@ -45,16 +46,14 @@ class Checkpoint:
             hint = f"; pickled weights ({pickled[0]}) are never read, convert them to safetensors" if pickled else ""
             raise CheckpointError(f"no *.safetensors in {self.folder}{hint}")
 
-    def read(
-        self, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0, size: int | None = None
-    ) -> torch.Tensor | None:
-        """`size` rows from `start` on along `dim` of the tensor `name`, which must have `shape`.
+    def read(self, target: Tensor, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0) -> None:
+        """Fill `target` from the tensor `name`, which must have `shape`, from `start` on along `dim`.
 
-        Fewer rows come back where the tensor ends before `start + size`; `None` if it is missing.
+        What lies past the end of the tensor, and all if it is missing, stays as it is.
         """
         if name not in self.file_of:
             self.missing.append(name)
-            return None
+            return
         part = self._open(self.file_of[name]).get_slice(name)
         found, where = tuple(part.get_shape()), self.folder / self.file_of[name]
         if found != shape:
@@ -63,12 +62,13 @@ class Checkpoint:
             raise CheckpointError(f"{where}: {name} has dtype {part.get_dtype()}: must be one of {', '.join(_DTYPES)}")
         self.used.add(name)
         if self.check_only:
-            return None
-        stop = shape[dim] if size is None else min(start + size, shape[dim])
+            return
+        stop = max(start, min(start + target.shape[dim], shape[dim]))
         try:
-            return part[tuple(slice(start, max(start, stop)) if d == dim else slice(None) for d in range(len(shape)))]
+            rows = part[tuple(slice(start, stop) if d == dim else slice(None) for d in range(len(shape)))]
         except SafetensorError as error:
             raise CheckpointError(f"{where}: {name} cannot be read: {error}") from None
+        target.narrow(dim, 0, stop - start).copy_(rows)
 
     def finish(self, ignored: tuple[str, ...] = ()) -> None:
         """Close the files; raise if a tensor was missing, or if one is left that no name in `ignored` ends."""

@@ -142,9 +142,9 @@ def small_cases(rows: int) -> list[Case]:
         return lambda: activation.silu_mul_triton(x)
 
     def store(seed: int) -> Call:
-        caches, kv = rand(2, 256, BLOCK, HK, D), rand(rows, 2 * HK, D)
+        caches, kv = rand(2, 256, BLOCK, HK, D), rand(rows, 2 * HK * D)
         slots = torch.randperm(256 * BLOCK, device="cuda")[:rows].int()
-        return lambda: rope.store_kv_triton(kv[:, :HK], kv[:, HK:], slots, caches[0], caches[1])
+        return lambda: rope.norm_rope_store_triton(kv, None, None, None, slots, slots, caches[0], caches[1], 1e-6)
 
     def step(seed: int) -> Call:
         state = torch.zeros(rows + 1, device="cuda").long(), ints(range(rows + 1)), ints(range(16)).repeat(rows + 1, 1)

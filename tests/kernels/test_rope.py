@@ -5,12 +5,7 @@ import torch
 from common import DEVICE, DTYPES, assert_close, ints, randn
 from torch import Tensor
 
-from nanovllm.kernels.rope import (
-    norm_rope_store_reference,
-    norm_rope_store_triton,
-    store_kv_reference,
-    store_kv_triton,
-)
+from nanovllm.kernels.rope import norm_rope_store_reference, norm_rope_store_triton
 
 
 def cos_sin_table(dim: int, length: int = 300) -> Tensor:
@@ -59,12 +54,16 @@ def test_the_reference_rotates_halves_as_transformers_does():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_heads,dim,block_size", [(8, 128, 256), (3, 80, 16), (1, 32, 48)])
-def test_store_kv_writes_strided_rows_to_their_slots_only(kv_heads, dim, block_size, dtype):
-    kv = randn(4, 2 * kv_heads + 1, dim, dtype=dtype)
-    k, v = kv[:, :kv_heads], kv[:, kv_heads : 2 * kv_heads]
+def test_strided_keys_and_values_alone_are_written_to_their_slots_only(kv_heads, dim, block_size, dtype):
+    kv = randn(4, (2 * kv_heads + 1) * dim, dtype=dtype)[:, : 2 * kv_heads * dim]
     slots = ints([block_size, -1, 5, 0])
-    ours, theirs = (poisoned_caches(2, block_size, kv_heads, dim, dtype) for _ in range(2))
-    store_kv_triton(k, v, slots, *ours)
-    store_kv_reference(k, v, slots, *theirs)
-    assert (~theirs.isnan()).sum() == 2 * 3 * kv_heads * dim
-    assert torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
+    k, v = kv.unflatten(1, (2, kv_heads, dim)).unbind(1)
+    for norm_rope_store in (norm_rope_store_reference, norm_rope_store_triton):
+        caches = poisoned_caches(2, block_size, kv_heads, dim, dtype)
+        q = norm_rope_store(kv, None, None, None, ints([0] * 4), slots, *caches, 1e-6)
+        assert q.shape == (4, 0, dim)
+        assert (~caches.isnan()).sum() == 2 * 3 * kv_heads * dim
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                stored = caches.flatten(1, 2)[:, slot]
+                assert torch.equal(stored, torch.stack([k[row], v[row]]))

@@ -6,11 +6,11 @@ from common import DEVICE, DTYPES, ints, randn
 
 from nanovllm.kernels.sampling import (
     gumbel_reference,
-    sample_reference,
-    sample_triton,
     sample_with_scores_reference,
     sample_with_scores_triton,
 )
+
+BOTH = pytest.mark.parametrize("sample", [sample_with_scores_reference, sample_with_scores_triton])
 
 
 def floats(values):
@@ -40,37 +40,38 @@ def test_the_kernel_draws_what_the_reference_draws_over_many_positions():
     rows, vocab = 400 if DEVICE == "cuda" else 32, 700
     logits = randn(1, vocab).expand(rows, vocab)
     args = logits, floats([0.8] * rows), ints([5] * rows, torch.int64), torch.arange(rows, device=DEVICE)
-    ids = sample_triton(*args)
-    assert torch.equal(ids, sample_reference(*args))
+    _, ids = sample_with_scores_triton(*args)
+    assert torch.equal(ids, sample_with_scores_reference(*args)[1])
     assert len(set(ids.tolist())) > rows // 4
 
 
-@pytest.mark.parametrize("sample", [sample_reference, sample_triton])
+@BOTH
 def test_temperature_zero_takes_the_lowest_of_equal_logits(sample):
     logits = torch.zeros(3, 3000, device=DEVICE)
     logits[0, [2500, 77, 1030]] = 2.0
     logits[1] = float("-inf")
     logits[2, 2999] = 1e-3
-    assert sample(logits, floats([0] * 3), ints([1, 2, 3], torch.int64), ints([0] * 3)).tolist() == [77, 0, 2999]
+    _, ids = sample(logits, floats([0] * 3), ints([1, 2, 3], torch.int64), ints([0] * 3))
+    assert ids.tolist() == [77, 0, 2999]
 
 
-@pytest.mark.parametrize("sample", [sample_reference, sample_triton])
+@BOTH
 def test_nan_is_never_drawn_and_rows_of_nan_give_a_valid_id(sample):
     logits = torch.full((4, 1500), float("nan"), device=DEVICE)
     logits[:2, 1400] = -50.0
-    ids = sample(logits, floats([0, 1, 0, 1]), ints([1] * 4, torch.int64), ints([0] * 4))
+    _, ids = sample(logits, floats([0, 1, 0, 1]), ints([1] * 4, torch.int64), ints([0] * 4))
     assert ids[:2].tolist() == [1400, 1400] and all(0 <= i < 1500 for i in ids.tolist())
 
 
-@pytest.mark.parametrize("sample", [sample_reference, sample_triton])
+@BOTH
 def test_a_token_masked_with_minus_infinity_is_never_drawn(sample):
     logits = torch.full((24, 50), float("-inf"), device=DEVICE)
     logits[:, [3, 48]] = 0.0
-    ids = sample(logits, floats([2.0] * 24), ints(list(range(24)), torch.int64), ints([9] * 24))
+    _, ids = sample(logits, floats([2.0] * 24), ints(list(range(24)), torch.int64), ints([9] * 24))
     assert set(ids.tolist()) == {3, 48}
 
 
-@pytest.mark.parametrize("sample", [sample_with_scores_reference, sample_with_scores_triton])
+@BOTH
 def test_shards_of_the_vocabulary_agree_with_the_whole(sample):
     logits, *args = inputs(10, 4096, torch.float32)
     _, ids = sample(logits, *args)
@@ -79,18 +80,18 @@ def test_shards_of_the_vocabulary_agree_with_the_whole(sample):
     assert torch.equal(torch.stack([i for _, i in shards]).gather(0, scores.argmax(0)[None])[0], ids)
 
 
-@pytest.mark.parametrize("sample", [sample_reference, sample_triton])
+@BOTH
 def test_a_row_draws_the_same_alone_and_in_a_batch(sample):
     args = inputs(6, 3000, torch.bfloat16)
-    together = sample(*args)
+    _, together = sample(*args)
     for i in range(6):
-        assert sample(*(a[i : i + 1] for a in args)).item() == together[i].item()
+        assert sample(*(a[i : i + 1] for a in args))[1].item() == together[i].item()
 
 
 def draws(logits, seeds, positions, temperature=1.0):
     n = max(len(seeds), len(positions))
     rows = torch.tensor(logits).expand(n, -1)
-    return sample_reference(rows, torch.full((n,), temperature), seeds.expand(n), positions.expand(n))
+    return sample_with_scores_reference(rows, torch.full((n,), temperature), seeds.expand(n), positions.expand(n))[1]
 
 
 @pytest.mark.parametrize("varying", ["position", "seed", "high half of seed"])

@@ -1,0 +1,76 @@
+"""Rules for the fields of a dataclass, each beside its type: `size: Annotated[int, integer(1)] = 4`."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import cache
+from numbers import Integral, Real
+from typing import Any, NamedTuple, NoReturn, get_args
+
+
+class Rule(NamedTuple):
+    """What a field may hold, in words that follow "must be", and what a value that is allowed becomes."""
+
+    words: str
+    allows: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def __repr__(self) -> str:
+        return self.words
+
+
+def is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def is_list(value: object, is_item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and all(map(is_item, value))
+
+
+def integer(low: int, high: int | None = None, words: str = "") -> Rule:
+    words = words or (f"an integer >= {low}" if high is None else f"an integer >= {low} and <= {high}")
+    return Rule(words, lambda v: is_integer(v) and v >= low and (high is None or v <= high), int)
+
+
+def real(words: str, allows: Callable[[float], bool]) -> Rule:
+    return Rule(words, lambda v: is_finite(v) and allows(v), float)
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(f"one of {', '.join(choices)}", choices.__contains__)
+
+
+_FLAG = Rule("True or False", lambda v: isinstance(v, bool))
+
+
+def check(values: Any, prefix: str = "") -> None:
+    """Convert the fields of a dataclass that have a rule, as all of type `bool` do; `ValueError` for a wrong value.
+
+    `None` is allowed where the type says so.
+    """
+    for name, rule, is_optional in _rules(values.__class__):
+        value = getattr(values, name)
+        if value is None and is_optional:
+            continue
+        if not rule.allows(value):
+            fail(prefix + name, value, rule.words + ", or None" * is_optional)
+        setattr(values, name, rule.convert(value))
+
+
+def fail(name: str, value: object, words: str) -> NoReturn:
+    raise ValueError(f"{name}={value!r}: must be {words}")
+
+
+@cache
+def _rules(cls: type) -> list[tuple[str, Rule, bool]]:
+    """Name, rule and whether `None` is allowed."""
+    annotated = [(f.name, *get_args(f.type)) for f in fields(cls) if hasattr(f.type, "__metadata__")]
+    flags = [(f.name, _FLAG, False) for f in fields(cls) if f.type is bool]
+    return [(name, rule, type(None) in get_args(kind)) for name, kind, rule in annotated] + flags
