@@ -92,7 +92,7 @@ class LLM(LLMEngine):
     def _stream(self, seq: Sequence) -> Iterator[Output]:
         self.streams.add(seq.seq_id)
         try:
-            self._enqueue(seq)
+            self._enqueue([seq])
             while not seq.is_finished:
                 self.unclaimed += [done for done in self._step() if done is not seq]
                 if seq.has_news and not seq.is_finished:
@@ -121,8 +121,7 @@ class LLM(LLMEngine):
         outputs: list[Output] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
         try:
-            for seq in sequences:
-                self._enqueue(seq)
+            self._enqueue(sequences)
             total, off = len(sequences), not use_tqdm
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
                 pending = deque(sequences)

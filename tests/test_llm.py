@@ -538,6 +538,24 @@ def test_different_seeds_give_different_tokens(small: LLM) -> None:
     assert len({ids[0] for ids in outputs}) > 3
 
 
+def test_what_may_take_longest_starts_first_with_the_seeds_of_the_order_given(
+    small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, lengths = random_prompts(5), [3, 9, 5, 9, None]
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    with engine(small_model, max_model_len=128) as llm:
+        expected = [(tuple(ids), llm.sequences[llm.add_request(ids, p)].seed) for ids, p in zip(prompts, params)]
+    with engine(small_model, max_model_len=128) as llm:
+        added = []
+        add = llm.scheduler.add
+        monkeypatch.setattr(llm.scheduler, "add", lambda seq: (added.append(seq), add(seq)))
+        found = [(tuple(seq.token_ids), seq.seed) for _ in [run(llm, prompts, params)] for seq in added]
+    assert [ids[: len(prompts[i])] for i, (ids, _) in zip((4, 1, 3, 2, 0), found)] == [
+        tuple(prompts[i]) for i in (4, 1, 3, 2, 0)
+    ]
+    assert [seed for _, seed in found] == [expected[i][1] for i in (4, 1, 3, 2, 0)]
+
+
 def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(small_model: str) -> None:
     answers = []
     for seed in (0, 0, 1):
@@ -566,7 +584,7 @@ def test_greedy_rows_are_not_disturbed_by_sampled_ones(small: LLM) -> None:
     [
         ("runner.launch", 0), ("runner.launch", 1), ("runner.launch", 9), ("scheduler.schedule", 5),
         ("scheduler.postprocess", 0), ("scheduler.postprocess", 7), ("_step", 0), ("_step", 6), ("_output", 0),
-        ("_output", 2), ("_enqueue", 0), ("_enqueue", 3), ("scheduler._preempt", 2),
+        ("_output", 2), ("_enqueue", 0), ("scheduler.add", 3), ("scheduler._preempt", 2),
     ],
 )  # fmt: skip
 def test_an_interrupted_generate_leaves_nothing_behind(

@@ -85,7 +85,9 @@ class LLMEngine:
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
-        return self._enqueue(self._make_sequence(self._tokenize([prompt])[0], params))
+        request = self._make_sequence(self._tokenize([prompt])[0], params)
+        self._enqueue([request])
+        return request.seq_id
 
     def abort(self, seq_id: int) -> None:
         """End a request; it is never part of a result. Unknown and finished ids are ignored.
@@ -235,21 +237,24 @@ class LLMEngine:
                 seq.num_prompt_logprobs = None  # those of the first are everybody's
         return samples[0]
 
-    def _enqueue(self, request: Sequence) -> int:
-        return self._change(self._add, request)
+    def _enqueue(self, requests: list[Sequence]) -> None:
+        self._change(self._add, requests)
 
-    def _add(self, request: Sequence) -> int:
-        number = next(self.request_numbers)
-        if request.params.seed is None:
-            key = struct.pack("<qq", self.config.seed, number)
-            request.seed = xxhash.xxh64_intdigest(key)
-        key = struct.pack("<Q", request.seed % 2**64)
-        self.sequences[request.seq_id] = request
-        for i, seq in enumerate(_samples(request)):
-            seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
-            seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-            self.scheduler.add(seq)
-        return request.seq_id
+    def _add(self, requests: list[Sequence]) -> None:
+        for request in requests:
+            number = next(self.request_numbers)
+            if request.params.seed is None:
+                key = struct.pack("<qq", self.config.seed, number)
+                request.seed = xxhash.xxh64_intdigest(key)
+            key = struct.pack("<Q", request.seed % 2**64)
+            self.sequences[request.seq_id] = request
+            for i, seq in enumerate(_samples(request)):
+                seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
+                seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
+        # what may take longest starts first: the batch stays full until the end
+        for request in sorted(requests, key=lambda seq: seq.num_prompt_tokens - seq.max_num_tokens):
+            for seq in _samples(request):
+                self.scheduler.add(seq)
 
     def _step(self) -> list[Sequence]:
         """Launch what can run, fetch the ids of the step before, return the requests that ended."""
