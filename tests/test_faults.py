@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.engine import model_runner, scheduler
+from nanovllm.utils import device
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "nanovllm" / "assets" / "tiny-qwen3")
@@ -506,17 +507,17 @@ def test_eager_mode_by_accident_is_warned_of() -> None:
     config = engine(num_kvcache_blocks=1).config
     with pytest.warns(UserWarning, match=r"attention_backend='torch'.*CUDA graphs"):
         config.attention_backend = "torch"
-        model_runner._warn_if_slow(config, torch.device("cuda"), fits_graphs=False)
+        device.warn_if_slow(config, torch.device("cuda"), fits_graphs=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model_runner._warn_if_slow(config, torch.device("cuda"), fits_graphs=True)
+        device.warn_if_slow(config, torch.device("cuda"), fits_graphs=True)
         config.enforce_eager = True
-        model_runner._warn_if_slow(config, torch.device("cuda"), fits_graphs=False)
+        device.warn_if_slow(config, torch.device("cuda"), fits_graphs=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU would be used")
 def test_a_gpu_that_cannot_be_used_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "NVIDIA_DRIVER", os.devnull)
+    monkeypatch.setattr(device, "NVIDIA_DRIVER", os.devnull)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.warns(UserWarning, match=r"runs on the CPU.*device='cpu'") as caught:
         engine(device="auto").exit()

@@ -11,8 +11,6 @@ one stream, in the order of the launches; what a graph reads or writes is alloca
 """
 
 import math
-import os
-import warnings
 from collections.abc import Iterator
 from functools import partial
 from itertools import accumulate
@@ -24,6 +22,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.controls import Controls, Plan, plan_controls
+from nanovllm.engine.results import Owner, PendingIds, Pieces, most_asked, sampled_rows, scored_rows
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -36,57 +35,16 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.models import model_class
 from nanovllm.utils.checkpoint import Checkpoint
 from nanovllm.utils.context import Context
+from nanovllm.utils.device import free_host_bytes, pick_device, pick_dtype, warn_if_slow
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
 # Without a limit by option, the KV cache of a CPU takes at most this much.
 MAX_CPU_CACHE_BYTES = 4 << 30
-
-
-# There if the driver of an NVIDIA GPU is loaded.
-NVIDIA_DRIVER = "/dev/nvidiactl"
 # Positions of prompts whose logits are computed at a time for log-probabilities.
 PROMPT_LOGPROB_ROWS = 256
 # Blocks that are copied at a time.
 COPIED_BLOCKS = 64
-
-# Of a row of log-probabilities: the sequence, which of its lists it goes to, and how many best ids were asked for.
-Owner = tuple[Sequence, list[Any], int]
-# Results of `Sampler.logprobs`.
-Pieces = list[tuple[torch.Tensor, ...]]
-
-
-class PendingIds:
-    """The sampled ids of a launched step, and log-probabilities where asked for; `tolist` waits for them.
-
-    order: the batch entry that each of `ids` belongs to, if not their own.
-    owners: of the rows of all `pieces`, one after another.
-    """
-
-    def __init__(self, ids: torch.Tensor, order: list[int] | None, owners: list[Owner], pieces: Pieces) -> None:
-        self.event, self.order, self.owners = None, order, owners
-        self.ids = _to_host(ids)
-        self.pieces = [[_to_host(x) for x in piece] for piece in pieces]
-        if ids.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
-
-    def tolist(self) -> list[int]:
-        if self.event is not None:
-            self.event.synchronize()
-        ids = self.ids.tolist()
-        if self.order is None:
-            return ids
-        in_batch = [0] * len(ids)
-        for i, token_id in zip(self.order, ids):
-            in_batch[i] = token_id
-        return in_batch
-
-    def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
-        """After `tolist`: a sequence, which of its lists, and the next entry of that, the best ids first."""
-        rows = (row for piece in self.pieces for row in zip(*(x.tolist() for x in piece)))
-        for (seq, entries, k), (token_id, own, ids, values) in zip(self.owners, rows):
-            yield seq, entries, {**dict(zip(ids[:k], values[:k])), token_id: own}
 
 
 class ModelRunner:
@@ -102,10 +60,10 @@ class ModelRunner:
         self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.device = pick_device(config.device)
         self.is_cuda = self.device.type == "cuda"
-        self.dtype = _pick_dtype(config, self.device)
+        self.dtype = pick_dtype(config, self.device)
         self.backend = make_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         if not self.parallel.rank:
-            _warn_if_slow(config, self.device, self.backend.fits_graphs)
+            warn_if_slow(config, self.device, self.backend.fits_graphs)
         try:
             self._build()
         except (RuntimeError, MemoryError) as error:
@@ -187,12 +145,12 @@ class ModelRunner:
             ids, pieces = self.decode(*self._plan_decode(batch))
             return PendingIds(ids, self.order, self.owners, pieces)
         seqs, n = batch.seqs, batch.num_sampled
-        owners, scored = _scored_rows(seqs)
-        sampled_owners, wanted = _sampled_rows(seqs[:n])
+        owners, scored = scored_rows(seqs)
+        sampled_owners, wanted = sampled_rows(seqs[:n])
         owners += sampled_owners
         plan = plan_controls(seqs[:n], prefill=True)
         ids, pieces = self.prefill(
-            seqs, n, batch.copies, scored, wanted, _most(owners), _early_stops(seqs[:n]), plan
+            seqs, n, batch.copies, scored, wanted, most_asked(owners), _early_stops(seqs[:n]), plan
         )  # fmt: skip
         return PendingIds(ids, None, owners, pieces)
 
@@ -295,10 +253,10 @@ class ModelRunner:
             shared_blocks = commonprefix([seq.block_table for seq in seqs])  # noqa: RUF071 (of lists)
             shared = len(shared_blocks) * self.config.kvcache_block_size
             in_order = [seqs[i] for i in self.order]
-            self.owners, wanted = _sampled_rows(in_order)
+            self.owners, wanted = sampled_rows(in_order)
             changed = (
                 [slots[i] for i in self.order], shared, self.backend.reads_shared_prefix(len(seqs), shared),
-                wanted, _most(self.owners), plan_controls(in_order, prefill=False),
+                wanted, most_asked(self.owners), plan_controls(in_order, prefill=False),
             )  # fmt: skip
             self.has_min_tokens = any(seq.min_tokens for seq in seqs)
             self.has_controls = any(seq.has_controls for seq in seqs)
@@ -403,7 +361,7 @@ class ModelRunner:
         block_bytes = token_bytes * config.kvcache_block_size
         if not self.is_cuda:
             longest = -(-config.max_model_len // config.kvcache_block_size)
-            most = min(_free_host_bytes() // 4, MAX_CPU_CACHE_BYTES)
+            most = min(free_host_bytes() // 4, MAX_CPU_CACHE_BYTES)
             return max(1, min(most // block_bytes, config.max_num_seqs * longest))
         free = self._free_device_bytes()
         if free < block_bytes:
@@ -501,36 +459,6 @@ def _early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
     ]
 
 
-def _sampled_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[int]]:
-    """Those that want log-probabilities of what they sample: owner; row."""
-    rows = [i for i, seq in enumerate(seqs) if seq.num_logprobs is not None]
-    return [(seqs[i], seqs[i].logprobs, seqs[i].num_logprobs or 0) for i in rows], rows
-
-
-def _scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]]]:
-    """Positions of a prefill whose next token is one of a prompt with log-probabilities: owner; row and that token."""
-    owners: list[Owner] = []
-    scored: list[tuple[int, int]] = []
-    row = 0
-    for seq in seqs:
-        start, length = seq.num_cached_tokens, seq.num_scheduled_tokens
-        if seq.num_prompt_logprobs is not None and not seq.num_completion_tokens:
-            following = seq.token_ids[start + 1 : start + length + 1]
-            owners += [(seq, seq.prompt_logprobs, seq.num_prompt_logprobs)] * len(following)
-            scored += enumerate(following, row)
-        row += length
-    return owners, scored
-
-
-def _most(owners: list[Owner]) -> int:
-    return max((k for *_, k in owners), default=0)
-
-
-def _to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, complete when the device has come so far."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda).copy_(x, non_blocking=True)
-
-
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -541,41 +469,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def _graph_sizes(most: int) -> list[int]:
     """Batch sizes to capture, ascending: close together where a padded row costs most; always `most` itself."""
     return [*(s for s in (1, 2, 4, 8) if s < most), *range(16, most, 16), most]
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _warn_if_slow(config: Config, device: torch.device, fits_graphs: bool) -> None:
-    """Warn of what is far slower than this machine allows and was probably not meant."""
-    reason, hidden = "", os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if device.type == "cpu" and config.device == "auto" and not hidden and os.path.exists(NVIDIA_DRIVER):
-        reason = (
-            f"device='auto' runs on the CPU although there is an NVIDIA GPU: torch {torch.__version__} cannot use it; "
-            "install a CUDA build of torch that fits the driver, or say device='cpu' if it is meant"
-        )
-    if device.type == "cuda" and not fits_graphs and not config.enforce_eager:
-        reason = (
-            f"attention_backend={config.attention_backend!r} rules out CUDA graphs, which makes decode several times "
-            "slower; use 'auto', or say enforce_eager=True if it is meant"
-        )
-    if reason:
-        warnings.warn(reason, stacklevel=2)
-
-
-def _pick_dtype(config: Config, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        name = config.hf.dtype if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def _free_host_bytes() -> int:
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)

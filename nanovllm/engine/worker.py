@@ -27,9 +27,11 @@ from weakref import finalize
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner, PendingIds, Pieces, pick_device
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.results import PendingIds, Pieces
 from nanovllm.engine.scheduler import Batch
 from nanovllm.errors import EngineError
+from nanovllm.utils.device import pick_device
 from nanovllm.utils.parallel import Parallel
 
 # How long the processes may take to end by themselves.

@@ -1,0 +1,52 @@
+"""Which device and dtype an engine runs on, how much memory the host has, and a warning where a GPU lies idle.
+
+It reads options and the machine and must not change either.
+"""
+
+import os
+import warnings
+
+import torch
+
+from nanovllm.config import Config
+
+# There if the driver of an NVIDIA GPU is loaded.
+NVIDIA_DRIVER = "/dev/nvidiactl"
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': no CUDA device is available; use device='cpu' or 'auto'")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def warn_if_slow(config: Config, device: torch.device, fits_graphs: bool) -> None:
+    """Warn of what is far slower than this machine allows and was probably not meant."""
+    reason, hidden = "", os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if device.type == "cpu" and config.device == "auto" and not hidden and os.path.exists(NVIDIA_DRIVER):
+        reason = (
+            f"device='auto' runs on the CPU although there is an NVIDIA GPU: torch {torch.__version__} cannot use it; "
+            "install a CUDA build of torch that fits the driver, or say device='cpu' if it is meant"
+        )
+    if device.type == "cuda" and not fits_graphs and not config.enforce_eager:
+        reason = (
+            f"attention_backend={config.attention_backend!r} rules out CUDA graphs, which makes decode several times "
+            "slower; use 'auto', or say enforce_eager=True if it is meant"
+        )
+    if reason:
+        warnings.warn(reason, stacklevel=2)
+
+
+def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        name = config.hf.dtype if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def free_host_bytes() -> int:
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
