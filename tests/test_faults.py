@@ -177,6 +177,7 @@ class Fault:
         if self.where == "line":
             sys.settrace(self.tracer)
         self.llm.runner.launch = self.launch  # type: ignore[method-assign]
+        self.hit = lambda: None  # type: ignore[method-assign] # of steps that are still in flight
 
     def hit(self) -> None:
         self.left -= 1
