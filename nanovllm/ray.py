@@ -29,8 +29,11 @@ _IDS, _LOGPROBS = pa.list_(pa.int32()), pa.list_(pa.map_(pa.int32(), pa.float64(
 _OUTPUTS = {
     "seq_id": pa.int64(), "text": pa.string(), "token_ids": _IDS, "finish_reason": pa.string(),
     "stop_reason": pa.string(), "prompt_token_ids": _IDS, "num_cached_tokens": pa.int32(), "error": pa.string(),
-    # only where asked for
+}  # fmt: skip
+# Only in blocks where a row asks for them.
+_OPTIONAL = {
     "logprobs": _LOGPROBS, "prompt_logprobs": _LOGPROBS, "cumulative_logprob": pa.float64(),
+    "samples": pa.list_(pa.struct({"text": pa.string(), "token_ids": _IDS, "finish_reason": pa.string()})),
 }  # fmt: skip
 
 
@@ -55,7 +58,7 @@ class LLMActor:
         self.outputs: dict[int, dict[str, Any]] = {}
 
     async def __call__(self, table: pa.Table) -> pa.Table:
-        if taken := [name for name in table.column_names if name in _OUTPUTS.keys() - _INPUTS]:
+        if taken := [name for name in table.column_names if name in (_OUTPUTS | _OPTIONAL).keys() - _INPUTS]:
             raise ValueError(f"columns {', '.join(taken)} are names of outputs: rename or drop them")
         results: list[dict[str, Any]] = [{}] * len(table)
         pending: dict[int, int] = {}
@@ -77,12 +80,12 @@ class LLMActor:
                 raise EngineError("a step of another batch has failed")
             await asyncio.sleep(0)
         columns = dict(zip(table.column_names, table.columns))
-        for key, kind in _OUTPUTS.items():
+        for key, kind in (_OUTPUTS | _OPTIONAL).items():
             values = [result.get(key) for result in results]
             if key == "stop_reason":
                 values = [None if value is None else str(value) for value in values]
             # a column `logprobs` that asks is replaced by the answer
-            if "logprob" not in key or key in columns or any(value is not None for value in values):
+            if key in _OUTPUTS or key in columns or any(value is not None for value in values):
                 columns[key] = pa.array(values, kind)
         return pa.table(columns)
 

@@ -168,6 +168,15 @@ def test_prompts_conversations_and_sampling_columns(actor: LLMActor) -> None:
     assert "prompt is empty" in errors[5]
 
 
+def test_samples_and_log_probabilities_are_columns_where_a_row_asks_for_them(actor: LLMActor) -> None:
+    asked = {"n": 3, "logprobs": 2, "max_tokens": 4, "seed": 5, "temperature": 1.0}
+    [[row, plain]] = call(actor, [{"prompt": [5, 6], **asked}, {"prompt": [5, 6], **dict.fromkeys(asked)}])
+    [output] = actor.llm.generate([[5, 6]], SamplingParams(**asked), use_tqdm=False)
+    assert [sample["token_ids"] for sample in row["samples"]] == [s["token_ids"] for s in output["samples"]]
+    assert [dict(entry) for entry in row["logprobs"]] == [pytest.approx(e, abs=1e-4) for e in output["logprobs"]]
+    assert (plain["samples"], plain["logprobs"]) == (None, None)
+
+
 def test_a_block_has_the_same_schema_whatever_its_rows_are(actor: LLMActor) -> None:
     def schema(prompt: list[int], stop: list[int]) -> pa.Schema:
         table = pa.Table.from_pylist([{"prompt": prompt, "stop_token_ids": stop}])
