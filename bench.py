@@ -352,6 +352,8 @@ def main() -> None:
             parser.error(f"--model {model}: must be a folder with a config.json, or any of {', '.join(SHAPES)}")
         vocab = min(10000, json.loads(Path(model, "config.json").read_text())["vocab_size"] - 1)
         table = workloads(args.seqs, args.length, vocab, args.seed)
+        if not args.input_len and (args.num_seqs or args.output_len):
+            parser.error("--num-seqs and --output-len describe a workload of its own: they need --input-len")
         if args.input_len:
             i, o = args.input_len, args.output_len or args.input_len
             table = {f"{i}->{o}": lambda: uniform(args.num_seqs or 1, (i, i), (o, o), vocab, args.seed, 512)}

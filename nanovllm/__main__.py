@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
                 results.flush()
                 bar.set_postfix_str(f"{num_errors} errors" if num_errors else "", refresh=False)
                 bar.update(len(batch))
+        if num_errors:
+            print(f"{num_errors} of {len(done)} lines have an error, see {args.output}", file=sys.stderr)
 
 
 def restore(results: BinaryIO, done: bytearray) -> None:

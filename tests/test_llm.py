@@ -774,17 +774,29 @@ def test_stats_count_what_happened_and_never_go_back(small_model: str, overlap: 
 # Engines in turn and at once
 
 
+def test_newcomers_before_every_step_do_not_stop_those_that_run(small: LLM) -> None:
+    first = small.add_request([5, 6, 7], greedy(4))
+    for steps in range(1, 200):
+        small.add_request([9, steps % 90], greedy(1))
+        if any(output["seq_id"] == first for output in small.step()):
+            break
+    assert 40 < steps < 60  # a decode after 16 prefills
+    while not small.is_finished():
+        small.step()
+
+
 def test_exit_may_be_called_twice_and_a_closed_engine_says_so(small_model: str) -> None:
     llm = engine(small_model)
     run(llm, [[5]])
     llm.add_request([5])
+    begun = llm.stream([5])
     llm.exit()
     llm.exit()
-    for call in (lambda: run(llm, [[5]]), lambda: llm.add_request([5]), lambda: next(llm.stream([5]))):
+    late = (lambda: run(llm, [[5]]), lambda: llm.add_request([5]), lambda: llm.stream([5]), lambda: next(begun))
+    for call in (*late, llm.step):
         with pytest.raises(EngineError, match="exit"):
             call()
     assert llm.is_finished()
-    assert llm.step() == []
 
 
 def test_the_context_manager_closes_the_engine_also_after_an_error(small_model: str) -> None:

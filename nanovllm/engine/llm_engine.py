@@ -145,6 +145,8 @@ class LLMEngine:
 
     def _change(self, action: Callable[..., T], *args: Any) -> T:
         """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
+        if self.closed:
+            raise EngineError("this engine was closed by exit()")
         if self.changing:  # a signal handler
             raise EngineError("a step of this engine is running: nothing but abort() is possible meanwhile")
         self._claim()
@@ -191,7 +193,8 @@ class LLMEngine:
         if hasattr(prompt, "tolist"):  # a numpy array or a tensor of ids
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
-            raise TypeError(f"prompt is {type(prompt).__name__}: must be a string or a list of token ids")
+            hint = "; conversations go to `chat`" if isinstance(prompt, dict) else ""
+            raise TypeError(f"prompt is {type(prompt).__name__}: must be a string or a list of token ids{hint}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size

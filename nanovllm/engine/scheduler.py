@@ -1,16 +1,17 @@
 """Scheduler: who runs in the next step; it knows sequences and blocks, nothing of torch or devices.
 
-A step is either a prefill (prompts, whole or in chunks) or a decode (one token for every running sequence). Prompts
-are admitted in groups, so that newcomers do not stall all others one by one, and only when the blocks that the running
-ones are expected to need still fit: a pool that fills only to preempt at the next step is slower than a shorter queue
-of running sequences. If the pool runs empty after all, the youngest is preempted: it keeps its ids, gives its blocks
-back, waits first in line and is computed again.
+A step is either a prefill (prompts, whole or in chunks) or a decode (one token for every running sequence). While there
+is room, prefills come first, up to 16 in a row; once there is none, prompts are admitted in groups, so that newcomers
+do not stall all others one by one, and only when the blocks that the running ones are expected to need still fit: a
+pool that fills only to preempt at the next step is slower than a shorter queue of running sequences. If the pool runs
+empty after all, the youngest is preempted: it keeps its ids, gives its blocks back, waits first in line and is computed
+again.
 
 With overlap a step is scheduled while the one before still runs. What it assumes is only that no sequence of that step
 stops early; `advance` books what is certain at launch, `postprocess` what is known when the ids arrive.
 
 Invariants: a sequence is in exactly one of `waiting`, `running` or finished; only the first waiting sequence can own
-blocks (a prompt between two chunks); blocks are released in `_release` alone.
+blocks (a prompt between two chunks); blocks are released in `_release` alone, but for `reset`, which forgets all.
 """
 
 import math
@@ -27,6 +28,8 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # A waiting request that may fit because others have left is tried at the latest after so many steps.
 MAX_ADMISSION_DELAY = 16
+# Running sequences get a step at the latest after so many prefills, however many newcomers there are.
+MAX_PREFILLS_IN_A_ROW = 16
 # A warning comes after so many preemptions and one for every fourth request that has finished.
 MANY_PREEMPTIONS = 32
 
@@ -81,6 +84,7 @@ class Scheduler:
         self.full = False
         self.num_left = 0
         self.admission_delay = 0
+        self.num_prefills = 0  # since the last decode
         self.reserved_blocks = 0  # what the running sequences hold at their longest, nothing shared
 
     def is_finished(self) -> bool:
@@ -111,7 +115,11 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """What to run next, or `None` if nothing can run before a step in flight has ended."""
-        return self._schedule_prefill() or self._schedule_decode()
+        batch = None
+        if self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running:
+            batch = self._schedule_prefill()
+        self.num_prefills = self.num_prefills + 1 if batch else 0
+        return batch or self._schedule_decode()
 
     def advance(self, batch: Batch) -> None:
         """Book what a launched step is certain to do, so that the next one can be scheduled."""

@@ -48,5 +48,9 @@ def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def free_host_bytes() -> int:
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    """What programs can have: what caches of files take counts as free, where the system tells (Linux)."""
+    if os.path.exists("/proc/meminfo"):
+        with open("/proc/meminfo") as lines:
+            found = dict(line.split(":") for line in lines)
+        return int(found["MemAvailable"].split()[0]) << 10
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
