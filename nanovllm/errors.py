@@ -5,11 +5,11 @@ from difflib import get_close_matches
 
 
 class EngineError(RuntimeError):
-    """The engine can no longer run: a step or a worker failed; the message holds the cause."""
+    """The engine cannot do this: it was closed, another thread uses it, or a step or a worker failed."""
 
 
 class OutOfMemoryError(EngineError):
-    """The device has too little memory; the message says how much is missing and what helps."""
+    """The device has too little memory; the message says what was needed, what there is and what helps."""
 
 
 class CheckpointError(ValueError):

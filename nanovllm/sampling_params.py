@@ -4,9 +4,10 @@ It must not know of models: what needs a vocabulary or a tokenizer is checked wh
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
+from nanovllm.errors import reject_unknown
 from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_integer, is_list, real
 
 # Dividing logits by less would overflow: such a temperature is greedy.
@@ -96,6 +97,10 @@ class SamplingParams:
     prompt_logprobs: Annotated[int | None, integer(0)] = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+
+    def __new__(cls, *args: object, **given: object) -> "SamplingParams":
+        reject_unknown("SamplingParams", given, (f.name for f in fields(cls)))
+        return object.__new__(cls)  # `super()` knows the class from before its slots
 
     def __post_init__(self) -> None:
         check(self, "SamplingParams.")

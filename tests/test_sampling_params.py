@@ -1,6 +1,8 @@
 """SamplingParams: what each field accepts, and that a wrong value is a ValueError with field, value and range."""
 
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -121,8 +123,9 @@ def test_several_samples_are_refused_where_all_would_be_the_same(temperature: fl
 
 
 def test_an_unknown_field_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(SamplingParams(top_k=3))) == replace(SamplingParams(), top_k=3)
 
 
 def test_stop_strings_are_a_list_whatever_was_given() -> None:
