@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
+from nanovllm.llm import is_conversation
 
 _RESULT = re.compile(rb'\{"index": (\d+), "(?:text|error)": ')
 _RESULT_KEYS = {
@@ -120,7 +121,7 @@ def add_line(
 
 
 def chat_prompt(llm: LLM, messages: Any, template_kwargs: dict[str, Any]) -> list[int]:
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+    if not is_conversation(messages):
         raise ValueError(f"messages={messages!r}: must be a list of objects with role and content, not empty")
     text = llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
     ids: list[int] = llm.tokenizer.encode(text, add_special_tokens=False)

@@ -67,8 +67,7 @@ class LLM(LLMEngine):
         several = bool(messages) and isinstance(messages[0], (list, tuple))
         conversations = messages if several else [messages] if messages else []
         for i, chat in enumerate(conversations):
-            is_list = isinstance(chat, (list, tuple)) and bool(chat)
-            if not is_list or not all(isinstance(m, dict) and "role" in m for m in chat):
+            if not is_conversation(chat):
                 raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
@@ -150,6 +149,12 @@ class LLM(LLMEngine):
         new = {key: value - before[key] for key, value in self.stats().items()}
         prefill, decode = new["prompt_tokens"] - new["cached_prompt_tokens"], new["generated_tokens"]
         return {"prefill": f"{prefill / seconds:.0f} tok/s", "decode": f"{decode / seconds:.0f} tok/s"}
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether `messages` is what a chat template takes."""
+    is_list = isinstance(messages, (list, tuple)) and bool(messages)
+    return is_list and all(isinstance(message, dict) and "role" in message for message in messages)
 
 
 def _as_list(prompts: Any) -> list[Any]:

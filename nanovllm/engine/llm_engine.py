@@ -145,8 +145,7 @@ class LLMEngine:
 
     def _change(self, action: Callable[..., T], *args: Any) -> T:
         """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
-        if self.closed:
-            raise EngineError("this engine was closed by exit()")
+        self._check_open()
         if self.changing:  # a signal handler
             raise EngineError("a step of this engine is running: nothing but abort() is possible meanwhile")
         self._claim()
@@ -166,6 +165,10 @@ class LLMEngine:
         finally:
             self.changing = False
             self.lock.release()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise EngineError("this engine was closed by exit()")
 
     def _claim(self) -> None:
         if not self.lock.acquire(blocking=False):
@@ -188,8 +191,7 @@ class LLMEngine:
 
     def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         """A checked sequence that is not queued yet."""
-        if self.closed:
-            raise EngineError("this engine was closed by exit()")
+        self._check_open()
         if hasattr(prompt, "tolist"):  # a numpy array or a tensor of ids
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):

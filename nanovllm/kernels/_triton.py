@@ -86,7 +86,8 @@ def let_next_start(PDL: tl.constexpr):
 @triton.jit
 def wait_for_last(PDL: tl.constexpr):
     """This kernel was launched while the one before it still runs: wait for that one's results. To be called before
-    anything that depends on any kernel before is read: weights may be read earlier, lengths and tables may not."""
+    anything is read that a kernel before has written: weights may be read earlier, and what is older than the kernel
+    before where that one calls `wait_for_inputs`."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
