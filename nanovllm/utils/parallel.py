@@ -33,12 +33,14 @@ class Parallel:
     """Rank `rank` of `size`; the default is a group of one, where collectives do nothing.
 
     buffer: memory that all ranks can read, known to them by `name`; pads: of each rank, the flags they wait for in it.
+    named: the group that torch finds by `name`, as long as somebody holds it.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
     name: str = ""
+    named: Any = None
     buffer: torch.Tensor | None = None
     pads: list[torch.Tensor] = field(default_factory=list)
 
@@ -123,7 +125,8 @@ class Parallel:
             store = dist.PrefixStore("symmetric-memory", store)
             symmetric.set_group_info(name, self.rank, self.size, store)
             # newer torch looks the group up by its name, and wants no more of it than its store
-            _c10d._register_process_group(name, dist.ProcessGroup(store, self.rank, self.size))
+            self.named = dist.ProcessGroup(store, self.rank, self.size)
+            _c10d._register_process_group(name, self.named)
             buffer = symmetric.empty_strided_p2p((TWO_SHOT_BYTES,), (1,), torch.uint8, device, name)
             handle = symmetric.rendezvous(buffer, name)
             pads = [handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self.size)]

@@ -46,8 +46,8 @@ def test_a_shared_prefix_without_memory_for_its_graph_gives_the_same_answers() -
     with engine(overlap=True, num_kvcache_blocks=2000, **GPU) as llm:
         decode_step = llm.runner._decode_step
 
-        def fail(*args: Any) -> None:
-            decode_step(*args)
+        def fail(*args: Any, **kwargs: Any) -> None:
+            decode_step(*args, **kwargs)
             if torch.cuda.is_current_stream_capturing():
                 raise torch.OutOfMemoryError
 
