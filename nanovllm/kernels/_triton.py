@@ -107,6 +107,13 @@ def pdl(device: torch.device) -> dict[str, bool]:
     return {"PDL": False}
 
 
+@functools.lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may have on it."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(properties.shared_memory_per_block_optin) if properties else 99 << 10
+
+
 def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:
     """`reference`, by way of `kernel` where the first argument is on a GPU."""
 

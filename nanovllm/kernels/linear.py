@@ -2,11 +2,13 @@
 
 A product of few rows is bound by reading the weights and by launches. On an H200 the four products of a
 layer of Qwen3-0.6B with their norms and activation take 12 us in four launches at one row (cuBLAS 34 us in
-seven), 20 against 28 at 16 rows; from 65 rows on cuBLAS is used, which wins from about 100 on.
+seven), 20 against 28 at 16 rows; from 65 rows on cuBLAS is used, which wins from about 150 on.
 
-One row: weights do not depend on the kernel before, so a program loads them while that one still runs, and norm,
-activation and residual need no launch of their own. Up to 64 rows: programs share the K of a product, so that all
-multiprocessors read weights. Invariant: partial sums are added in a fixed order.
+The weight of the norm is part of the matrix, so that of the norm itself one factor a row is left, which can be applied
+to the result. One row: weights do not depend on the kernel before, so a program loads them while that one still runs,
+and norm, activation and residual need no launch of their own. Up to 64 rows: programs share the K of a product, so that
+all multiprocessors read weights; a product that adds to the residual stream also sums its squares, of which the next
+product takes the factor. Invariant: partial sums are added in a fixed order.
 """
 
 import torch
@@ -19,6 +21,7 @@ from nanovllm.kernels._triton import (
     let_next_start,
     next_power_of_2,
     pdl,
+    shared_memory,
     tl,
     triton,
     wait_for_inputs,
@@ -28,13 +31,13 @@ from nanovllm.kernels.activation import silu_mul, silu_mul_reference
 from nanovllm.kernels.norm import rms_norm, rms_norm_reference
 
 _MOST_ROWS = 64
-_BLOCK_N, _BLOCK_K = 32, 128
+_BLOCK_K = 128
 
 
 def norm_linear_reference(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, silu: bool = False
+    x: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    y = F.linear(rms_norm_reference(x, norm_weight, eps), weight, bias)
+    y = F.linear(rms_norm_reference(x, None, eps), weight, bias)
     return silu_mul_reference(y) if silu else y
 
 
@@ -45,7 +48,7 @@ def linear_add_reference(x: Tensor, weight: Tensor, bias: Tensor | None, residua
 
 @triton.jit(do_not_specialize=["add"])
 def _one_row_kernel(
-    x, norm_weight, weight, residual, out, N, eps, add, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, residual, out, N, eps, add, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     NORM: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs with all of K in registers, which is read while the kernel before still runs."""
@@ -58,8 +61,6 @@ def _one_row_kernel(
     w = tl.load(weight + offs, mask=mask, other=0.0)
     if SILU:
         w_up = tl.load(weight + N.to(tl.int64) * K + offs, mask=mask, other=0.0)
-    if NORM:
-        g = tl.load(norm_weight + k, mask=k_mask, other=0.0).to(tl.float32)
     wait_for_last(PDL)
     if ADD:
         old = tl.load(residual + n, mask=n < N * add, other=0.0).to(tl.float32)
@@ -67,7 +68,6 @@ def _one_row_kernel(
     scale = 1.0
     if NORM:
         scale = tl.rsqrt(tl.sum(a * a, 0) / K + eps)
-        a = a * g
     y = tl.sum(w.to(tl.float32) * a[None, :], 1) * scale
     if SILU:
         y = y / (1.0 + tl.exp(-y)) * (tl.sum(w_up.to(tl.float32) * a[None, :], 1) * scale)
@@ -76,13 +76,15 @@ def _one_row_kernel(
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["M", "add"])
+@triton.jit(do_not_specialize=["M", "add", "parts"])
 def _few_rows_kernel(
-    x, weight, residual, out, partial, counters, M, N, K, add, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr,
+    x, squares, weight, residual, out, squares_out, partial, counters, M, N, K, eps, add, parts, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
+    SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of K) of all rows. Of several splits the last to arrive adds up all, in order; counters
-    are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N."""
+    are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N.
+    NORM: `parts` sums of squares of each row are in `squares`. ADD: each program leaves one in `squares_out`."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
     i = tl.arange(0, BLOCK_M)
@@ -95,6 +97,9 @@ def _few_rows_kernel(
     w_ptr = weight + n[:, None].to(tl.int64) * K + k[None, :]
     up = N.to(tl.int64) * K
     wait_for_inputs(PDL)
+    if NORM:  # read now and needed at the end
+        p = tl.arange(0, BLOCK_P)[None, :]
+        square = tl.load(squares + i[:, None] * parts + p, mask=m[:, None] & (p < parts), other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, length, BLOCK_K):
@@ -102,8 +107,6 @@ def _few_rows_kernel(
         acc = dot(a, tl.trans(tl.load(w_ptr + start)), acc)
         if SILU:
             acc_up = dot(a, tl.trans(tl.load(w_ptr + start + up)), acc_up)
-    if SILU:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     ours = True
     if SPLITS > 1:
         part = partial + tile.to(tl.int64) * SPLITS * (BLOCK_M * BLOCK_N) + i[:, None] * BLOCK_N + j[None, :]
@@ -117,77 +120,113 @@ def _few_rows_kernel(
             tl.store(counters + tile, 0)
     if ours:
         o = i[:, None] * N + n[None, :]
-        if add != 0:
-            acc += tl.load(residual + o, mask=m[:, None], other=0.0).to(tl.float32)
-        tl.store(out + o, acc.to(out.dtype.element_ty), mask=m[:, None])
+        if NORM:
+            scale = tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
+            acc = acc * scale
+            acc_up = acc_up * scale
+        if SILU:
+            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        if ADD:
+            acc += tl.load(residual + o, mask=m[:, None] & (n < N * add)[None, :], other=0.0).to(tl.float32)
+        y = acc.to(out.dtype.element_ty)
+        tl.store(out + o, y, mask=m[:, None])
+        if ADD:
+            stored = y.to(tl.float32)
+            tl.store(squares_out + i * tl.num_programs(0) + tile, tl.sum(stored * stored, 1), mask=m)
 
 
-def few_rows_splits(n: int, k: int) -> int:
+def few_rows_splits(n: int, k: int, block_n: int = 32) -> int:
     """Programs that share the K of a product of few rows: so that they fill the GPU and none has much more to do."""
-    splits, tiles = 1, n // _BLOCK_N
+    splits, tiles = 1, n // block_n
     while (tiles * splits < 128 or k > 2048 * splits) and tiles * splits < 256 and k % (2 * splits * _BLOCK_K) == 0:
         splits *= 2
     return splits
 
 
-def _product(
-    x: Tensor, norm_weight: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
-) -> Tensor:
-    """add: whether to add to `out`; None: a product that never does."""
-    (m, k), n = x.shape, out.shape[1]
-    if m == 1:
-        block_k = next_power_of_2(k)
-        wide = block_k * (2 if silu else 1)
-        block_n = max(8192 // wide, 1)
-        _one_row_kernel[(-(-n // block_n),)](
-            x, x if norm_weight is None else norm_weight, weight, out, out, n, eps, int(bool(add)),
-            K=k, BLOCK_N=block_n, BLOCK_K=block_k, NORM=norm_weight is not None, SILU=silu, ADD=add is not None,
-            num_warps=4 if wide <= 8192 else 8, **pdl(x.device),
-        )  # fmt: skip
-        return out
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, eps)
-    block_m = 16 if m <= 16 else _MOST_ROWS
-    splits = 1 if silu else few_rows_splits(n, k)
-    partial = torch.empty((n * splits * block_m if splits > 1 else 1,), dtype=torch.float32, device=x.device)
-    _few_rows_kernel[(n // _BLOCK_N, splits)](
-        x, weight, out, out, partial, arrival_counters(x.device), m, n, k, int(bool(add)),
-        BLOCK_M=block_m, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K, SPLITS=splits, SILU=silu,
-        num_warps=4, num_stages=3 if silu and block_m > 16 else 4, **pdl(x.device),  # at most 99 KB of shared memory
+def few_rows_stages(block_m: int, block_n: int, silu: bool, device: torch.device) -> int:
+    """Tiles on their way to a program, as many as help and as its shared memory holds."""
+    stage = 2 * _BLOCK_K * (block_m + block_n * (2 if silu else 1))
+    return min(4 if silu else 5, shared_memory(device) // stage)
+
+
+def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
+    """eps: of the norm before, if there is one; add: whether to add to `out`, `None`: a product that never does."""
+    k, n = x.shape[1], out.shape[1]
+    block_k = next_power_of_2(k)
+    wide = block_k * (2 if silu else 1)
+    block_n = max(8192 // wide, 1)
+    _one_row_kernel[(-(-n // block_n),)](
+        x, weight, out, out, n, eps or 0.0, int(bool(add)), K=k, BLOCK_N=block_n, BLOCK_K=block_k,
+        NORM=eps is not None, SILU=silu, ADD=add is not None, num_warps=4 if wide <= 8192 else 8, **pdl(x.device),
     )  # fmt: skip
+
+
+def _few_rows(
+    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
+) -> Tensor:
+    """As `_one_row`; returns the sums of squares of the parts of each row of `out` [N, parts], if `add` is given."""
+    (m, k), n = x.shape, out.shape[1]
+    block_m = 16 if m <= 16 else _MOST_ROWS
+    block_n = 64 if add is not None and n >= 4096 else 32
+    splits = 1 if silu else few_rows_splits(n, k, block_n)
+    tiles, parts = n // block_n, squares.shape[1] if squares is not None else 1
+    partial, new_squares = (
+        torch.empty(size, dtype=torch.float32, device=x.device)
+        for size in ((tiles * splits if splits > 1 else 1, block_m, block_n), (m, tiles))
+    )
+    _few_rows_kernel[(tiles, splits)](
+        x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
+        m, n, k, eps, int(bool(add)), parts, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
+        BLOCK_P=next_power_of_2(parts), SPLITS=splits, NORM=squares is not None, SILU=silu, ADD=add is not None,
+        num_warps=4, num_stages=few_rows_stages(block_m, block_n, silu, x.device), **pdl(x.device),
+    )  # fmt: skip
+    return new_squares
+
+
+def norm_linear_triton(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, silu: bool = False) -> Tensor:
+    out = torch.empty((x.shape[0], weight.shape[0] // (2 if silu else 1)), dtype=x.dtype, device=x.device)
+    if x.shape[0] == 1:
+        _one_row(x, eps, weight, out, silu, None)
+    else:
+        _few_rows(x if squares is not None else rms_norm(x, None, eps), squares, eps, weight, out, silu, None)
     return out
 
 
-def norm_linear_triton(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, silu: bool = False) -> Tensor:
-    out = torch.empty((x.shape[0], weight.shape[0] // (2 if silu else 1)), dtype=x.dtype, device=x.device)
-    return _product(x, norm_weight, eps, weight, out, silu, None)
-
-
-def linear_add_triton(x: Tensor, weight: Tensor, residual: Tensor, add: bool = True) -> Tensor:
-    return _product(x, None, 0.0, weight, residual, False, add)
+def linear_add_triton(x: Tensor, weight: Tensor, residual: Tensor, add: bool = True) -> Tensor | None:
+    if x.shape[0] > 1:
+        return _few_rows(x, None, 0.0, weight, residual, False, add)
+    _one_row(x, None, weight, residual, False, add)
+    return None
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether our kernels can and should do this product."""
     (n, k), rows = weight.shape, x.shape[0]
     fast = x.is_cuda and x.dtype != torch.float32 and bias is None and 0 < rows <= _MOST_ROWS
-    return fast and (k <= 16384 if rows == 1 else n % (2 * _BLOCK_N) == 0 and k % _BLOCK_K == 0)
+    return fast and (k <= 16384 if rows == 1 else n % 64 == 0 and k % _BLOCK_K == 0)
 
 
 def norm_linear(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, silu: bool = False
+    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """y = RMSNorm(x) W^T + b of x [N, K], W [M, K] -> [N, M]; silu: silu(first half of y) * second half, [N, M / 2]."""
+    """y = x / rms(x) W^T + b of x [N, K], W [M, K] -> [N, M]; silu: silu(first half of y) * second half, [N, M / 2].
+
+    squares: what `linear_add` returned with x, `None` if something else has written it.
+    """
     if _fits(x, weight, bias):
-        return norm_linear_triton(x, norm_weight, eps, weight, silu)
-    y = F.linear(rms_norm(x, norm_weight, eps), weight, bias)
+        return norm_linear_triton(x, squares, eps, weight, silu)
+    y = F.linear(rms_norm(x, None, eps), weight, bias)
     return silu_mul(y) if silu else y
 
 
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, add: bool = True) -> Tensor:
-    """residual [N, M] += x [N, K] W^T + b in place; with add=False it is overwritten. Returns it."""
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, add: bool = True) -> Tensor | None:
+    """residual [N, M] += x [N, K] W^T + b in place; with add=False it is overwritten.
+
+    Returns the sums of squares of parts of each row of `residual` [N, parts], fp32, where the kernel has them.
+    """
     if _fits(x, weight, bias):
         return linear_add_triton(x, weight, residual, add)
     if bias is not None:
         residual = residual.add_(bias) if add else residual.copy_(bias.expand_as(residual))
-    return residual.addmm_(x, weight.t(), beta=int(add or bias is not None))
+    residual.addmm_(x, weight.t(), beta=int(add or bias is not None))
+    return None

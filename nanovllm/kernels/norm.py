@@ -1,4 +1,4 @@
-"""RMSNorm; the residual is added by the product before it (`kernels/linear.py`).
+"""RMSNorm where no product does it; the residual is added by the product before it (`kernels/linear.py`).
 
 Invariant: the mean square is summed in fp32, whatever the type of the model.
 """
@@ -9,33 +9,39 @@ from torch import Tensor
 from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [N, H] (rows may be strided), weight [H] -> [N, H]: x / rms(x) * weight."""
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x [N, H] (rows may be strided), weight [H] or None: all 1 -> [N, H]: x / rms(x) * weight."""
     f = x.float()
-    return weight * (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    y = (f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return y if weight is None else weight * y
 
 
 @triton.jit
-def _rms_norm_kernel(x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _rms_norm_kernel(
+    x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, PDL: tl.constexpr
+):
     """One program a row. The normalised row is rounded to the storage type, as transformers does."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < H
-    w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+    w = 1.0
+    if WEIGHT:
+        w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     h = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     y = (h * tl.rsqrt(tl.sum(h * h, 0) / H + eps)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * H + cols, (y * w).to(out.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     n, h = x.shape
     out = torch.empty((n, h), dtype=x.dtype, device=x.device)
     block = next_power_of_2(h)
     if n:
         _rms_norm_kernel[(n,)](
-            x, weight, out, x.stride(0), eps, H=h, BLOCK=block, num_warps=min(max(block // 512, 4), 16), **pdl(x.device)
-        )
+            x, x if weight is None else weight, out, x.stride(0), eps, H=h, BLOCK=block, WEIGHT=weight is not None,
+            num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
+        )  # fmt: skip
     return out
 
 

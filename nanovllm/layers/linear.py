@@ -3,22 +3,31 @@
 Column-parallel layers hold a share of the outputs, row-parallel ones a share of the inputs and add up the partial
 results. Sizes that do not divide are padded with zeros, which change no result. The norm before a column-parallel
 layer and the residual after a row-parallel one belong to its product: a kernel does both at once where a step has few
-tokens. They must not know what the rows mean. Invariant: what goes into a column-parallel layer and what comes out of a
-row-parallel one is the same on every rank.
+tokens. They must not know what the rows mean. Invariant: the `Stream` that goes into a column-parallel layer and comes
+out of a row-parallel one is the same on every rank.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.linear import linear_add, norm_linear
-from nanovllm.layers.norm import RMSNorm
 from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
+
+
+class Stream(NamedTuple):
+    """The residual stream x [N, hidden], and sums of squares of each row's parts [N, parts] where they are known."""
+
+    x: Tensor
+    squares: Tensor | None = None
 
 
 class ColumnParallelLinear(nn.Module):
     """y = RMSNorm(x) W^T + b for one or several matrices of the same input, merged into one product.
 
+    The weight of the norm is multiplied into W. `eps` is that of the norm.
     in_features, out_features: sizes of the whole layer; `out_features` has one entry a matrix.
     shares: of each matrix, the first row that this rank holds and how many.
     silu: of two matrices, gate and up, the result is silu(gate) * up.
@@ -26,19 +35,20 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(
         self, in_features: int, out_features: list[int], shares: list[tuple[int, int]], bias: bool, silu: bool,
-        dtype: torch.dtype, device: torch.device,
+        eps: float, dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.in_features, self.out_features, self.shares, self.silu = in_features, out_features, shares, silu
+        self.in_features, self.out_features, self.shares = in_features, out_features, shares
+        self.silu, self.eps = silu, eps
         rows = sum(size for _, size in shares)
         self.weight = new_weight(rows, in_features, dtype=dtype, device=device)
         self.bias = new_weight(rows, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return norm_linear(x, norm.weight, norm.eps, self.weight, self.bias, self.silu)
+    def forward(self, stream: Stream) -> Tensor:
+        return norm_linear(stream.x, stream.squares, self.eps, self.weight, self.bias, self.silu)
 
-    def load(self, checkpoint: Checkpoint, *names: str) -> None:
-        """Read this rank's rows of each matrix, `names` without ".weight"."""
+    def load(self, checkpoint: Checkpoint, norm: str, *names: str) -> None:
+        """Read the weight of the norm and this rank's rows of each matrix, names without ".weight"."""
         row = 0
         for name, out, (start, size) in zip(names, self.out_features, self.shares):
             rows = slice(row, row + size)
@@ -46,6 +56,9 @@ class ColumnParallelLinear(nn.Module):
             if self.bias is not None:
                 checkpoint.read(self.bias[rows], f"{name}.bias", (out,), 0, start)
             row += size
+        norm_weight = torch.ones_like(self.weight[0])
+        checkpoint.read(norm_weight, f"{norm}.weight", (self.in_features,))
+        self.weight.mul_(norm_weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -60,9 +73,10 @@ class RowParallelLinear(nn.Module):
         self.weight = new_weight(out_features, share[1], dtype=dtype, device=device)
         self.bias = new_weight(out_features, dtype=dtype, device=device) if bias else None
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor) -> Stream:
         """`residual` in place; every rank comes with the same, and the first one adds its own to the sum."""
-        return self.parallel.all_reduce(linear_add(x, self.weight, self.bias, residual, self.parallel.rank == 0))
+        squares = linear_add(x, self.weight, self.bias, residual, self.parallel.rank == 0)
+        return Stream(residual, squares) if self.parallel.size == 1 else Stream(self.parallel.all_reduce(residual))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         checkpoint.read(self.weight, f"{name}.weight", (self.out_features, self.in_features), 1, self.share[0])

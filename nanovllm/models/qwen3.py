@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Stream
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import rope_table
 from nanovllm.utils.checkpoint import Checkpoint
@@ -30,18 +30,18 @@ class Qwen3Attention(nn.Module):
         first_kv_head = rank * kv_heads // size  # with fewer heads than ranks, neighbours share one
         q_share, kv_share = (rank * my_heads * dim, my_heads * dim), (first_kv_head * dim, my_kv_heads * dim)
         sizes, shares = [heads * dim, kv_heads * dim, kv_heads * dim], [q_share, kv_share, kv_share]
-        self.qkv_proj = ColumnParallelLinear(hidden, sizes, shares, bias, silu=False, **factory)
+        eps = config.rms_norm_eps
+        self.qkv_proj = ColumnParallelLinear(hidden, sizes, shares, bias, silu=False, eps=eps, **factory)
         self.o_proj = RowParallelLinear(heads * dim, hidden, q_share, bias, parallel, **factory)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps, **factory)
-        self.attn = Attention(my_kv_heads, dim, rope, config.rms_norm_eps)
+        self.q_norm, self.k_norm = (RMSNorm(dim, eps, **factory) for _ in range(2))
+        self.attn = Attention(my_kv_heads, dim, rope, eps)
 
-    def forward(self, x: Tensor, norm: RMSNorm, context: Context) -> Tensor:
-        qkv = self.qkv_proj(x, norm)
-        return self.o_proj(self.attn(qkv, self.q_norm.weight, self.k_norm.weight, context), x)
+    def forward(self, stream: Stream, context: Context) -> Stream:
+        qkv = self.qkv_proj(stream)
+        return self.o_proj(self.attn(qkv, self.q_norm.weight, self.k_norm.weight, context), stream.x)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
-        self.qkv_proj.load(checkpoint, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+    def load(self, checkpoint: Checkpoint, name: str, norm: str) -> None:
+        self.qkv_proj.load(checkpoint, norm, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
         self.o_proj.load(checkpoint, f"{name}.o_proj")
         self.q_norm.load(checkpoint, f"{name}.q_norm")
         self.k_norm.load(checkpoint, f"{name}.k_norm")
@@ -52,36 +52,35 @@ class Qwen3MLP(nn.Module):
         super().__init__()
         hidden, total = config.hidden_size, config.intermediate_size
         size = parallel.share(total)
-        share = (parallel.rank * size, size)
-        self.gate_up_proj = ColumnParallelLinear(hidden, [total, total], [share, share], False, silu=True, **factory)
+        share, eps = (parallel.rank * size, size), config.rms_norm_eps
+        self.gate_up_proj = ColumnParallelLinear(
+            hidden, [total, total], [share, share], False, silu=True, eps=eps, **factory
+        )
         self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
 
-    def forward(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        return self.down_proj(self.gate_up_proj(x, norm), x)
+    def forward(self, stream: Stream) -> Stream:
+        return self.down_proj(self.gate_up_proj(stream), stream.x)
 
-    def load(self, checkpoint: Checkpoint, name: str) -> None:
-        self.gate_up_proj.load(checkpoint, f"{name}.gate_proj", f"{name}.up_proj")
+    def load(self, checkpoint: Checkpoint, name: str, norm: str) -> None:
+        self.gate_up_proj.load(checkpoint, norm, f"{name}.gate_proj", f"{name}.up_proj")
         self.down_proj.load(checkpoint, f"{name}.down_proj")
 
 
 class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP, each with the norm before it as part of its first product."""
+
     def __init__(self, config: ModelConfig, rope: Tensor, parallel: Parallel, **factory: Any) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.self_attn = Qwen3Attention(config, rope, parallel, **factory)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.mlp = Qwen3MLP(config, parallel, **factory)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """x: the residual stream [N, hidden], to which attention and MLP add in place."""
-        x = self.self_attn(x, self.input_layernorm, context)
-        return self.mlp(x, self.post_attention_layernorm)
+    def forward(self, stream: Stream, context: Context) -> Stream:
+        """Attention and MLP add to `stream` in place."""
+        return self.mlp(self.self_attn(stream, context))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
-        self.input_layernorm.load(checkpoint, f"{name}.input_layernorm")
-        self.self_attn.load(checkpoint, f"{name}.self_attn")
-        self.post_attention_layernorm.load(checkpoint, f"{name}.post_attention_layernorm")
-        self.mlp.load(checkpoint, f"{name}.mlp")
+        self.self_attn.load(checkpoint, f"{name}.self_attn", f"{name}.input_layernorm")
+        self.mlp.load(checkpoint, f"{name}.mlp", f"{name}.post_attention_layernorm")
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -106,10 +105,10 @@ class Qwen3ForCausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """[N] -> hidden states [N, hidden]."""
-        x = self.embed_tokens(input_ids)
+        stream = Stream(self.embed_tokens(input_ids))
         for layer in self.layers:
-            x = layer(x, context)
-        return self.norm(x)
+            stream = layer(stream, context)
+        return self.norm(stream.x)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary], in `out` if given."""

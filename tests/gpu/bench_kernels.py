@@ -165,8 +165,9 @@ def product_cases(rows: int) -> list[Case]:
 
     def normed(out: int, silu: bool) -> Callable[[int], Call]:
         def make(seed: int) -> Call:
-            x, w, weight = rand(rows, HIDDEN), rand(HIDDEN), rand(out, HIDDEN)
-            return lambda: linear.norm_linear(x, w, 1e-6, weight, None, silu)
+            x, weight = rand(rows, HIDDEN), rand(out, HIDDEN)
+            squares = x.float().square().unflatten(1, (-1, 32)).sum(2) if rows <= 64 else None
+            return lambda: linear.norm_linear(x, squares, 1e-6, weight, None, silu)
 
         return make
 

@@ -16,6 +16,7 @@ def test_rms_norm_equals_the_reference(shape, dtype):
     out = rms_norm_triton(x, w, 1e-6)
     assert out.dtype == dtype
     assert_close(out, rms_norm_reference(x.float(), w.float(), 1e-6))
+    assert_close(rms_norm_triton(x, None, 1e-6), rms_norm_reference(x.float(), None, 1e-6))
 
 
 def test_bf16_rounds_where_transformers_rounds():
