@@ -134,14 +134,14 @@ class TritonBackend(AttentionBackend):
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """The flash-attn package, version 3 (`flash_attn_interface`) where it is installed, else version 2.
+    """The flash-attn package, version 2 (`flash_attn`) or 3 (`flash_attn_interface`).
 
     Its functions take the block tables of the batch, so the rows are gathered once a step.
     """
 
-    def __init__(self) -> None:
-        self.version = 3 if find_spec("flash_attn_interface") else 2
-        flash = import_module("flash_attn_interface" if self.version == 3 else "flash_attn")
+    def __init__(self, version: int) -> None:
+        self.version = version
+        flash = import_module("flash_attn_interface" if version == 3 else "flash_attn")
         self.varlen, self.with_kvcache = flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
@@ -149,9 +149,11 @@ class FlashAttentionBackend(AttentionBackend):
         tables = self._tables(context)
         most_queries, most_keys = max(context.query_lens), max(context.key_lens)
         if self.version == 3:
+            # One split: left to itself it takes fp32 copies of the output, by lengths that no rehearsal has measured.
             return self.with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=context.context_lens, page_table=tables,
                 cu_seqlens_q=context.cu_seqlens_q, max_seqlen_q=most_queries, softmax_scale=scale, causal=True,
+                num_splits=1,
             )  # fmt: skip
         if context.gather is None or len(context.gather) < 2:
             context.gather = [tables, F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))]
@@ -183,17 +185,19 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
         return TorchBackend()
     if device.type == "cpu":
         raise ValueError(f"attention_backend={name!r}: needs a CUDA device, this engine runs on the CPU")
+    if name in ("auto", "triton") and find_spec("triton") is None:
+        raise ValueError(f"attention_backend={name!r}: needs the package triton; use 'torch' or 'flash_attn'")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
     if name in ("auto", "triton"):
-        if find_spec("triton") is None:
-            raise ValueError(f"attention_backend={name!r}: needs the package triton; use 'torch' or 'flash_attn'")
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
         return TritonBackend()
-    if not find_spec("flash_attn_interface") and not find_spec("flash_attn"):
-        raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
-    backend = FlashAttentionBackend()
-    if backend.version == 2 and block_size % 256:
+    if capability[0] == 9 and find_spec("flash_attn_interface"):  # version 3 is for Hopper
+        return FlashAttentionBackend(3)
+    if not find_spec("flash_attn"):
+        raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
+    if block_size % 256:
         raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 256 with flash-attn 2")
-    return backend
+    return FlashAttentionBackend(2)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,14 @@ def answers(llm: LLM, one_by_one: bool = False) -> list[list[int]]:
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("backend", ["triton", "torch", "flash_attn"])
 def test_golden_answers_are_exact(tiny_model, backend, dtype, enforce_eager):
     if backend == "torch" and not enforce_eager:
         pytest.skip("the torch backend gathers by lengths on the host: no graphs")
+    if backend == "flash_attn" and (
+        dtype == "float32" or not (find_spec("flash_attn") or find_spec("flash_attn_interface"))
+    ):
+        pytest.skip("needs the package flash-attn, which has no float32")
     with LLM(tiny_model, attention_backend=backend, dtype=dtype, enforce_eager=enforce_eager) as llm:
         expected = [answer["token_ids"] for answer in GOLDEN]
         assert answers(llm) == expected
@@ -209,8 +214,6 @@ def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
         stats = llm.stats()
         assert stats["num_free_blocks"] == stats["num_kvcache_blocks"]
         assert answers(llm) == [answer["token_ids"] for answer in GOLDEN]
-
-
 
 
 def watch_shared_reads(llm: LLM) -> list[bool]:

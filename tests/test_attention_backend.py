@@ -1,0 +1,134 @@
+"""Attention backends: which one serves what, and the flash-attn calls against a stand-in of the package."""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.attention_decode import paged_decode_reference
+from nanovllm.kernels.attention_prefill import paged_prefill_reference
+from nanovllm.layers.attention_backend import AttentionBackend, FlashAttentionBackend, TorchBackend, make_backend
+from nanovllm.utils.context import Context
+
+# The functions of the package with the parameters that its documentation gives them, as far as they may be used here.
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tensor, starts: Tensor | None, lens: Tensor, scale: float
+) -> Tensor:
+    for x in (tables, lens, *([] if starts is None else [starts])):
+        assert x.dtype == torch.int32 and x.is_contiguous()
+    assert len(tables) == len(lens)
+    rows = torch.arange(len(lens), dtype=torch.int32)
+    if starts is None:
+        return paged_decode_reference(q[:, 0], k, v, tables, rows, lens, scale)[:, None]
+    return paged_prefill_reference(q, k, v, tables, rows, starts, lens, int(starts.diff().max()), scale)
+
+
+def varlen_2(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    *, block_table=None,
+):  # fmt: skip
+    assert causal and max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max()
+    assert cu_seqlens_k[0] == 0 and cu_seqlens_k.dtype == torch.int32
+    return attend(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff(), softmax_scale)
+
+
+def with_kvcache_2(q, k_cache, v_cache, *, cache_seqlens, block_table, softmax_scale=None, causal=False, num_splits=0):
+    return attend(q, k_cache, v_cache, block_table, None, cache_seqlens, softmax_scale)
+
+
+def varlen_3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale=None, causal=False):
+    raise AssertionError("takes no page table")
+
+
+def with_kvcache_3(
+    q, k_cache, v_cache, *, cache_seqlens, page_table, cu_seqlens_q=None, max_seqlen_q=None, softmax_scale=None,
+    causal=False, num_splits=0,
+):  # fmt: skip
+    if cu_seqlens_q is not None:  # splits take memory by lengths, which the engine has not measured
+        assert causal and max_seqlen_q == cu_seqlens_q.diff().max() and num_splits == 1
+    return attend(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale)
+
+
+FLASH = {"flash_attn": (varlen_2, with_kvcache_2), "flash_attn_interface": (varlen_3, with_kvcache_3)}
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Makes this process believe in a GPU of a compute capability with these packages."""
+
+    def believe(capability: tuple[int, int], *packages: str) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        for name, functions in FLASH.items():
+            monkeypatch.setitem(sys.modules, name, None)  # not to be found, even if it is installed
+            if name in packages:
+                module = ModuleType(name)
+                module.__spec__ = ModuleSpec(name, None)
+                module.flash_attn_varlen_func, module.flash_attn_with_kvcache = functions  # type: ignore[attr-defined]
+                monkeypatch.setitem(sys.modules, name, module)
+
+    return believe
+
+
+def make(dtype: torch.dtype = torch.bfloat16, block_size: int = 256, name: str = "flash_attn") -> AttentionBackend:
+    return make_backend(name, CUDA, dtype, block_size)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "version"),
+    [
+        ((9, 0), ("flash_attn", "flash_attn_interface"), 3), ((9, 0), ("flash_attn_interface",), 3),
+        ((9, 0), ("flash_attn",), 2), ((8, 0), ("flash_attn", "flash_attn_interface"), 2),
+        ((10, 0), ("flash_attn", "flash_attn_interface"), 2),
+    ],
+)  # fmt: skip
+def test_flash_attn_3_serves_hopper_and_2_the_rest(machine, capability, packages, version):
+    machine(capability, *packages)
+    backend = make(block_size=16 if version == 3 else 256)
+    assert isinstance(backend, FlashAttentionBackend) and backend.version == version
+
+
+def test_what_flash_attn_cannot_serve_is_refused_with_the_field(machine):
+    machine((9, 0), *FLASH)
+    with pytest.raises(ValueError, match=r"attention_backend='flash_attn'.* float16, not torch\.float32"):
+        make(torch.float32)
+    machine((8, 6), *FLASH)
+    with pytest.raises(ValueError, match="kvcache_block_size=16: must be a multiple of 256"):
+        make(block_size=16)
+    machine((8, 6), "flash_attn_interface")
+    with pytest.raises(ValueError, match=r"attention_backend='flash_attn': .*pip install 'nanovllm\[flash-attn\]'"):
+        make()
+    machine((7, 5), *FLASH)
+    for name in ("flash_attn", "triton", "auto"):
+        with pytest.raises(ValueError, match=f"attention_backend='{name}': needs compute capability"):
+            make(name=name)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_flash_attn_gets_what_its_functions_take(machine, version):
+    machine((9, 0), "flash_attn" if version == 2 else "flash_attn_interface")
+    backend, reference = make(), TorchBackend()
+    torch.manual_seed(0)
+    k, v = torch.randn(2, 5, 256, 2, 32)
+    slots = torch.tensor([[4, 0], [0, 0], [1, 3], [2, 0]], dtype=torch.int32)
+    rows = torch.tensor([2, 3, 0], dtype=torch.int32)
+    key_lens, query_lens = [300, 7, 40], [20, 1, 40]
+    lens = torch.tensor(key_lens, dtype=torch.int32)
+    starts = torch.tensor([0, 20, 21, 61], dtype=torch.int32)
+    for one, batch in (
+        (False, Context(True, lens, lens, slots, rows, lens, starts, query_lens, key_lens)),
+        (True, Context(False, lens, lens, slots, rows, lens, key_lens=key_lens)),
+    ):
+        q = torch.randn(3 if one else 61, 4, 32)
+        outs = []
+        for b in (reference, backend):
+            batch.gather = None
+            for _ in range(2):  # layers: the second finds what the first has kept
+                outs.append((b.decode if one else b.prefill)(q, k, v, batch, 0.3))
+        for out in outs[1:]:
+            torch.testing.assert_close(out, outs[0])
