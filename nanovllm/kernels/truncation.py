@@ -1,7 +1,8 @@
 """Top-k, top-p and min-p without a sort: an exact search for the least logit that stays, then one pass that cuts.
 
 All three keep a beginning of the order (larger logit first, lower id first among equals), so a row's result is a
-threshold and the number of logits equal to it that stay. Invariant: at least the best logit stays.
+threshold and the number of logits equal to it that stay. Where few can stay, they are collected and searched instead of
+the whole row, which is then read three times: for maxima, to collect, to cut. Invariant: at least the best logit stays.
 """
 
 import math
@@ -14,6 +15,7 @@ from nanovllm.kernels._triton import fast_log2, pdl, tl, triton, wait_for_inputs
 _LOG2E = tl.constexpr(math.log2(math.e))
 # Low bits that are 0 in the fp32 image of a type: its values are so much farther apart.
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+_SLOTS = tl.constexpr(16)  # room for so many tiles of collected logits
 
 
 def truncate_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margins: Tensor) -> None:
@@ -28,7 +30,7 @@ def truncate_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_
     least = x.gather(1, n - 1)
     equal = logits == least
     stays = (logits > least) | (equal & (equal.cumsum(1) <= n - (x > least).sum(1, keepdim=True)))
-    logits.masked_fill_(~stays & (t > 0), -math.inf)
+    logits.masked_fill_(~stays & (t > 0) & x[:, :1].isfinite(), -math.inf)
 
 
 @triton.jit
@@ -53,15 +55,41 @@ def _tile(row, start, vocab, LANES: tl.constexpr):
 
 
 @triton.jit
-def _search(row, vocab, lo, hi, target, top, scale, SHIFT: tl.constexpr, LANES: tl.constexpr):
+def _collect(row, vocab, scratch, bound, threshold, top, scale, LANES: tl.constexpr):
+    """Copy the groups of 8 neighbours with a logit that reaches `bound` to `scratch`, a lane's i-th into tile i.
+
+    Returns (tiles used, more than _SLOTS if they do not fit; weight from `bound` on; weight from `threshold` on).
+    """
+    place = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    count = tl.zeros([LANES], tl.int32)
+    inside = tl.zeros([LANES], tl.float32)
+    total = tl.zeros([LANES], tl.float32)
+    last = (vocab - 1) // (LANES * 8) * (LANES * 8)
+    for start in tl.range(0, vocab, LANES * 8, num_stages=3):
+        x = _tile(row, last - start, vocab, LANES)  # backwards: the end is still in the cache
+        w = tl.exp2((x - top) * scale)
+        inside += tl.sum(tl.where(x >= bound, w, 0.0), 1)
+        total += tl.sum(tl.where(x >= threshold, w, 0.0), 1)
+        found = tl.max(x, 1) >= bound
+        at = scratch + count[:, None] * (LANES * 8) + place
+        tl.store(at, x.to(scratch.dtype.element_ty), mask=(found & (count < _SLOTS))[:, None])
+        count += found.to(tl.int32)
+    used = tl.max(count, 0)
+    for i in range(tl.minimum(used, _SLOTS)):
+        tl.store(scratch + i * (LANES * 8) + place, float("-inf"), mask=(count <= i)[:, None])
+    tl.debug_barrier()
+    return used, tl.sum(inside, 0), tl.sum(total, 0)
+
+
+@triton.jit
+def _search(row, vocab, lo, hi, above, target, top, scale, SHIFT: tl.constexpr, LANES: tl.constexpr):
     """The largest unit whose logits at or above weigh at least `target`, a logit weighing 2^((logit - top) * scale).
 
-    `lo` weighs enough, `hi` does not; each pass tries three units between. Sums are taken in one order, so weights
-    never grow with the unit in spite of rounding. Returns (lo, weight of what is above it, whether it ended early:
-    then exactly one logit lies between lo and the returned weight's unit).
+    `lo` is taken to weigh enough, `hi` weighs `above`: not enough. Each pass tries three units between. Sums are taken
+    in one order, so weights never grow with the unit in spite of rounding. Returns (lo, weight of what is above it,
+    whether it ended early: then exactly one logit lies between lo and the returned weight's unit).
     """
     w_lo = float("inf")
-    w_hi = 0.0
     alone = hi < lo  # false
     while (hi - lo > 1) & (alone == 0):
         u1 = lo + ((hi - lo) >> 2)
@@ -82,22 +110,22 @@ def _search(row, vocab, lo, hi, target, top, scale, SHIFT: tl.constexpr, LANES: 
         s1 = tl.sum(w1, 0)
         s2 = tl.sum(w2, 0)
         s3 = tl.sum(w3, 0)
+        # of any sums, also NaN, the interval gets smaller
         w_lo = tl.where(s3 >= target, s3, tl.where(s2 >= target, s2, tl.where(s1 >= target, s1, w_lo)))
-        w_hi = tl.where(s1 < target, s1, tl.where(s2 < target, s2, tl.where(s3 < target, s3, w_hi)))
-        lower = tl.where(s3 >= target, u3, tl.where(s2 >= target, u2, tl.where(s1 >= target, u1, lo)))
-        hi = tl.where(s1 < target, u1, tl.where(s2 < target, u2, tl.where(s3 < target, u3, hi)))
-        lo = lower
+        above = tl.where(s3 >= target, above, tl.where(s2 >= target, s3, tl.where(s1 >= target, s2, s1)))
+        lo = tl.where(s3 >= target, u3, tl.where(s2 >= target, u2, tl.where(s1 >= target, u1, lo)))
+        hi = tl.where(s3 >= target, hi, tl.where(s2 >= target, u3, tl.where(s1 >= target, u2, u1)))
         least = tl.exp2((_value(lo, SHIFT) - top) * scale)
         # less than two of the least between them, and far more than rounding: only one logit
-        alone = (hi - lo > 1) & (w_lo - w_hi < 1.5 * least) & (least > 1e-5 * w_lo)
-    return lo, w_hi, alone
+        alone = (hi - lo > 1) & (w_lo - above < 1.5 * least) & (least > 1e-5 * w_lo)
+    return lo, above, alone
 
 
 @triton.jit
 def _cut(row, vocab, threshold, ties, LANES: tl.constexpr):
     """Keep logits above `threshold` and the first `ties` of those equal to it; the others become -inf."""
     seen = 0.0
-    for start in tl.range(0, vocab, LANES * 8):
+    for start in tl.range(0, vocab, LANES * 8, num_stages=3):
         cols = start + tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
         x = _tile(row, start, vocab, LANES)
         equal = tl.where(x == threshold, 1.0, 0.0)
@@ -113,12 +141,13 @@ def _cut(row, vocab, threshold, ties, LANES: tl.constexpr):
 
 @triton.jit
 def _truncate_kernel(
-    logits, temperatures, top_k, top_p, margins, stride, vocab,
+    logits, temperatures, top_k, top_p, margins, scratch, stride, vocab,
     SHIFT: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (row). What stays so far: logits above `threshold`, and the first `ties` of those equal to it."""
     pid = tl.program_id(0).to(tl.int64)
     row = logits + pid * stride
+    scratch += pid * (LANES * 8 * _SLOTS)
     wait_for_inputs(PDL)
     t = tl.load(temperatures + pid)
     k = tl.load(top_k + pid)
@@ -131,42 +160,58 @@ def _truncate_kernel(
     best = tl.full([LANES, 8], float("-inf"), tl.float32)
     for start in tl.range(0, vocab, LANES * 8, num_stages=3):
         best = tl.maximum(best, _tile(row, start, vocab, LANES))
-    lanes = tl.max(best, 1)
-    top = tl.max(lanes, 0)
-    if top == float("-inf"):
+    top = tl.max(tl.max(best, 1), 0)
+    if tl.abs(top) == float("inf"):
         return
     scale = _LOG2E / t
     threshold = top + margin
     ties = vocab * 1.0
-    end = _unit(top, SHIFT) + 1
-    bottom = _unit(top * 0 + float("-inf"), SHIFT)
-    if has_k:
-        # the k-th largest of the lanes' maxima, roughly: at least k logits reach it
-        lo = tl.where(k <= LANES, _unit(tl.min(lanes, 0), SHIFT), bottom)
-        hi = end
+    total = 0.0  # weight of what stays
+    # all that can stay is among the n logits of `source`, from `lower` on; from `upper` on they weigh `w_upper`
+    source = row
+    n = vocab
+    lower = _unit(top * 0 + float("-inf"), SHIFT) + 1  # the least finite one
+    upper = _unit(top, SHIFT) + 1
+    w_upper = 0.0
+    wanted = tl.where(has_k, k, LANES)
+    if (has_k | has_p) & (wanted <= LANES * 4):
+        # from the wanted-th largest of the maxima on, roughly, there are at least as many logits, and few more
+        bound = tl.maximum(_unit(tl.min(tl.min(best, 1), 0), SHIFT), lower)
+        hi = upper
         for _ in range(12):
-            mid = (lo + hi) >> 1
-            enough = tl.sum((lanes >= _value(mid, SHIFT)).to(tl.int32), 0) >= k
+            mid = (bound + hi) >> 1
+            enough = tl.sum(tl.sum((best >= _value(mid, SHIFT)).to(tl.int32), 1), 0) >= wanted
             hi = tl.where(enough, hi, mid)
-            lo = tl.where(enough, mid, lo)
-        unit, above, alone = _search(row, vocab, lo, end, k.to(tl.float32), top, 0.0, SHIFT, LANES)
+            bound = tl.where(enough, mid, bound)
+        used, inside, total = _collect(row, vocab, scratch, _value(bound, SHIFT), threshold, top, scale, LANES)
+        if has_k | (inside >= p * total):
+            lower = bound
+            if used <= _SLOTS:
+                source = scratch
+                n = used * (LANES * 8)
+        else:
+            upper = bound
+            w_upper = inside
+    if has_k:
+        unit, above, alone = _search(source, n, lower, upper, w_upper, k.to(tl.float32), top, 0.0, SHIFT, LANES)
         cut = _value(unit, SHIFT)
         if cut >= threshold:
             ties = tl.where(alone, vocab * 1.0, k - above)
             threshold = cut
     if has_p:
-        mass = tl.zeros([LANES], tl.float32)
-        equal = tl.zeros([LANES], tl.float32)
-        for start in tl.range(0, vocab, LANES * 8, num_stages=3):
-            x = _tile(row, start, vocab, LANES)
-            mass += tl.sum(tl.where(x > threshold, tl.exp2((x - top) * scale), 0.0), 1)
-            equal += tl.sum(tl.where(x == threshold, 1.0, 0.0), 1)
-        n = tl.minimum(tl.sum(equal, 0), ties)
-        target = p * (tl.sum(mass, 0) + n * tl.exp2((threshold - top) * scale))
+        if has_k:
+            mass = tl.zeros([LANES], tl.float32)
+            equal = tl.zeros([LANES], tl.float32)
+            for start in tl.range(0, n, LANES * 8, num_stages=3):
+                x = _tile(source, start, n, LANES)
+                mass += tl.sum(tl.where(x > threshold, tl.exp2((x - top) * scale), 0.0), 1)
+                equal += tl.sum(tl.where(x == threshold, 1.0, 0.0), 1)
+            total = tl.sum(mass, 0) + tl.minimum(tl.sum(equal, 0), ties) * tl.exp2((threshold - top) * scale)
+        target = p * total
         # all logits below this weigh less than 1 - p together
         least = top + (fast_log2(1.0 - p) - fast_log2(vocab * 1.0)) / scale
-        lo = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT) - 1, bottom)
-        unit, above, alone = _search(row, vocab, lo, end, target, top, scale, SHIFT, LANES)
+        lower = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT) - 1, lower)
+        unit, above, alone = _search(source, n, lower, upper, w_upper, target, top, scale, SHIFT, LANES)
         cut = _value(unit, SHIFT)
         if cut >= threshold:
             ties = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
@@ -181,9 +226,11 @@ def truncate_triton(
     batch, vocab = logits.shape
     lanes, warps = config
     if batch:
+        scratch = logits.new_empty(batch, _SLOTS.value, lanes, 8)
         _truncate_kernel[(batch,)](
-            logits, temperatures, top_k, top_p, margins, logits.stride(0), vocab,
+            logits, temperatures, top_k, top_p, margins, scratch, logits.stride(0), vocab,
             SHIFT=_SHIFTS[logits.dtype], LANES=lanes, num_warps=warps, **pdl(logits.device),
+            maxnreg=64,  # two programs of 16 warps on a multiprocessor
         )  # fmt: skip
 
 
@@ -193,7 +240,8 @@ def truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor,
     temperatures [B] fp32; top_k [B] int32, at most 0: off; top_p [B] fp32, 1: off; min_p [B] fp32, 0: off.
     min_p keeps tokens of at least min_p times the largest probability, top_k the k most probable, then top_p the
     fewest whose share of the probability that is left reaches p. Lower ids win among equals, except for min_p, which
-    treats them alike. Rows of temperature 0 stay as they are. Weights are summed in fp32.
+    treats them alike. Rows of temperature 0, or whose best logit is infinite, stay as they are. Weights are summed in
+    fp32.
     """
     f = truncate_triton if logits.is_cuda else truncate_reference
     f(logits, temperatures, top_k, top_p, temperatures * min_p.log())

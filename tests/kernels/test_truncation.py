@@ -8,8 +8,8 @@ from common import DEVICE, DTYPES
 
 from nanovllm.kernels.truncation import truncate_reference, truncate_triton
 
-# masked logits weigh -inf * 0 for the interpreter's numpy
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+# of the interpreter's numpy: masked logits weigh -inf * 0, the least finite one is scaled
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 BOTH = pytest.mark.parametrize("truncate", [truncate_reference, truncate_triton])
 
 
@@ -50,6 +50,34 @@ def test_the_kernel_keeps_what_the_reference_keeps(rows, vocab, config, dtype):
     out, ref = cut(truncate_triton, logits, **params, config=config), cut(truncate_reference, logits, **params)
     assert torch.equal(out, ref)
     assert (out.isfinite() | out.isneginf()).all() and out.dtype == dtype
+
+
+def by_kind(vocab: int):
+    """A row of different logits, one full of ties, one with few that are finite, one of two neighbours in bf16."""
+    x = 3 * torch.randn(4, vocab, generator=torch.Generator().manual_seed(1))
+    x[1] = x[1].round()
+    x[2].masked_fill_(torch.arange(vocab) % 100 != 7, -math.inf)
+    x[3] = 1.0
+    x[3, ::115] += 2**-7
+    return x
+
+
+@pytest.mark.parametrize(
+    "dtype,k,p,m",
+    [
+        (torch.bfloat16, [1, 5, 30, 30], 1.0, 0.0),
+        (torch.bfloat16, [64, 65, 64, 2303], [1.0, 0.7, 0.9, 1.0], [0.0, 0.1, 0.3, 0.0]),
+        (torch.bfloat16, 0, [0.97, 0.3, 0.05, 0.5], [0.0, 0.0, 0.01, 0.2]),
+        (torch.float32, [64, 5, 2, 1], [0.6, 0.9, 1.0, 0.5], [0.0, 0.3, 0.0, 0.9]),
+        (torch.float32, [0, 0, 40, 0], [0.98, 0.01, 0.5, 0.999], 0.0),
+    ],
+)
+def test_the_kernel_agrees_where_candidates_fit_and_where_they_do_not(dtype, k, p, m):
+    """Tiles of 128 logits, and room for 16 of candidates, which are collected for k up to 64."""
+    logits = by_kind(128 * 18).to(dtype)
+    params = {"top_k": k, "top_p": p, "min_p": m, "temperature": 0.8}
+    out, ref = cut(truncate_triton, logits, **params, config=(16, 1)), cut(truncate_reference, logits, **params)
+    assert torch.equal(out, ref)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="a vocabulary of this size is for a GPU")
@@ -117,8 +145,10 @@ def test_min_p_keeps_all_equals_and_top_p_is_a_share_of_what_is_left(truncate):
 
 
 @BOTH
-def test_rows_without_limits_or_with_temperature_zero_stay_as_they_are(truncate):
-    logits = torch.randn(4, 30)
+def test_rows_without_limits_with_temperature_zero_or_without_a_finite_best_stay_as_they_are(truncate):
+    logits = torch.randn(5, 30)
     logits[3] = -math.inf
-    out = cut(truncate, logits, top_k=[0, 30, 1, 5], top_p=[1.0, 1.0, 0.1, 0.5], temperature=[1.0, 1.0, 0.0, 1.0])
+    logits[4, 5] = math.inf
+    k, p = [0, 30, 1, 5, 5], [1.0, 1.0, 0.1, 0.5, 0.5]
+    out = cut(truncate, logits, top_k=k, top_p=p, temperature=[1.0, 1.0, 0.0, 1.0, 1.0])
     assert torch.equal(out.cpu(), logits)
