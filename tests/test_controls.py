@@ -17,7 +17,7 @@ from nanovllm.kernels.sampling import sample
 from nanovllm.kernels.truncation import truncate_reference, truncate_triton
 from nanovllm.utils.parallel import Parallel
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 V = 60
 PROMPT, OUTPUT = [3, 5, 7, 7, 40], [9, 5, 9, 11, 9, 12]
@@ -131,6 +131,18 @@ def test_logits_of_the_step_and_of_rows_without_controls_stay_as_they_are() -> N
     assert ids[[0, 2]].tolist() == [-1, -1] and ids[3] == logits[3].argmax()
     assert slots.last_tokens[[0, 2]].tolist() == ids[[1, 3]].tolist()
     assert both.history[0, : len(PROMPT + OUTPUT) + 1].tolist() == [*PROMPT, *OUTPUT, ids[1]]
+
+
+def test_a_rehearsal_truncates_such_tensors_as_a_step_does(monkeypatch: Any) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(controls, "truncate", lambda x, *a: calls.append((x.stride(), *(v.dtype for v in (x, *a)))))
+    rows = Controls(Slots(4, 4, DEVICE), Parallel(), V, 50)
+    rows.rehearse(torch.bfloat16)
+    seqs = [sequence({"top_k": 3}), sequence({"top_p": 0.5, "presence_penalty": 1.0})]
+    rows.load(plan_controls(seqs, prefill=True))
+    logits, ids = torch.randn(2, V, device=DEVICE).bfloat16(), torch.zeros(2, device=DEVICE).long()
+    rows.resample(logits, ids, [len(seq) for seq in seqs])
+    assert calls[:2] == calls[2:] and calls[0] != calls[1]
 
 
 def test_numbers_are_added_in_full_precision_to_logits_of_half() -> None:

@@ -76,6 +76,14 @@ class Controls:
         # rows, their copies in fp32, counts; and what is computed for each position
         return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (12 * self.vocab_size + 56 * length)
 
+    def rehearse(self, dtype: torch.dtype) -> None:
+        """Call the kernel that only rows with controls need, as for logits of `dtype` and for adjusted ones."""
+        one = torch.ones(2, device=self.slots.seeds.device)
+        width = self.parallel.share(self.vocab_size) * self.parallel.size
+        logits = one.new_zeros(2, width, dtype=dtype)[:, : self.vocab_size]
+        for x in (logits, logits.float()):
+            truncate(x, one, one.int(), one, one)
+
     def load(self, plan: Plan) -> None:
         """Upload what the next calls of `resample` need."""
         groups, histories = plan

@@ -402,6 +402,7 @@ class ModelRunner:
         """Call every kernel that requests may need, in each of its variants."""
         most = self.config.max_num_seqs
         self._run_prefill(1)
+        self.controls.rehearse(self.dtype)
         for size in {min(n, most) for n in (1, 2, 64, most)}:
             self._decode_padding(size)
         self.reads_shared = self.backend.reads_shared_prefix(most, self.config.max_model_len)
