@@ -92,9 +92,11 @@ def _search(row, vocab, lo, hi, above, target, top, scale, SHIFT: tl.constexpr, 
     w_lo = float("inf")
     alone = hi < lo  # false
     while (hi - lo > 1) & (alone == 0):
-        u1 = lo + ((hi - lo) >> 2)
         u2 = lo + ((hi - lo) >> 1)
-        u3 = lo + ((hi - lo) * 3 >> 2)
+        if (lo < 0) & (hi > 0) & (_value(lo, SHIFT) > -1e4):  # most units between are of values next to 0
+            u2 = _unit((_value(lo, SHIFT) + _value(hi, SHIFT)) / 2, SHIFT)
+        u1 = (lo + u2) >> 1
+        u3 = (u2 + hi) >> 1
         v1 = _value(u1, SHIFT)
         v2 = _value(u2, SHIFT)
         v3 = _value(u3, SHIFT)

@@ -224,6 +224,7 @@ def all_cases() -> list[Case]:
         truncate_case(256, 50, 0.9, target="250 us"),
         truncate_case(256, 1000, 1.0, target="250 us"),
         truncate_case(256, 0, 0.5, target="250 us"),
+        truncate_case(256, 0, 0.999),  # too many stay to be collected
         truncate_case(128, 20, 0.95),
         truncate_case(1, 20, 0.95),
         truncate_case(256, 20, 0.95, torch.float32),
