@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from os import PathLike
-from os.path import isdir
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,13 +142,15 @@ class Config:
         check(self)
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
             fail("model", self.model, "the path of a local folder")
-        folder = Path(self.model)
+        folder = expanduser(self.model)
         if not isdir(folder):
             hint = "there is no such folder"
-            if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(self.model)):
-                hint += f"; if it is a hub id, `hf download {self.model} --local-dir ./model` first, and pass ./model"
+            if name := re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]{,95}", str(self.model)):
+                hub_id = name[0] if name[1] else f"OWNER/{name[0]}"
+                hint += f"; if it is a model of the hub, `hf download {hub_id} --local-dir ./model`, and pass ./model"
             fail("model", self.model, f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
-        self.hf = ModelConfig.from_folder(folder)
+        self.model = folder
+        self.hf = ModelConfig.from_folder(Path(folder))
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
 
 
