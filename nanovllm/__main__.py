@@ -18,7 +18,6 @@ from tqdm.auto import tqdm
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
-from nanovllm.llm import is_conversation
 
 _RESULT = re.compile(rb'\{"index": (\d+), "(?:text|error)": ')
 _RESULT_KEYS = {
@@ -115,17 +114,10 @@ def add_line(
         raise ValueError("must have either 'prompt' or 'messages'")
     prompt = item.get("prompt")
     if "messages" in item:
-        prompt = chat_prompt(llm, item["messages"], template_kwargs | item.get("chat_template_kwargs", {}))
+        options = template_kwargs | item.get("chat_template_kwargs", {})
+        [prompt] = llm.chat_prompts([item["messages"]], options)
     given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
     return llm.add_request(prompt, SamplingParams(**params | given))  # type: ignore[arg-type]
-
-
-def chat_prompt(llm: LLM, messages: Any, template_kwargs: dict[str, Any]) -> list[int]:
-    if not is_conversation(messages):
-        raise ValueError(f"messages={messages!r}: must be a list of objects with role and content, not empty")
-    text = llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    ids: list[int] = llm.tokenizer.encode(text, add_special_tokens=False)
-    return ids
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
@@ -145,7 +137,7 @@ def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, 
         while True:
             try:
                 messages.append({"role": "user", "content": input("> ")})
-                prompt = chat_prompt(llm, messages, args.chat_template_kwargs)
+                [prompt] = llm.chat_prompts([messages], args.chat_template_kwargs)
                 messages.append({"role": "assistant", "content": ""})
                 for piece in llm.stream(prompt, params):
                     messages[-1]["content"] += piece["text"]

@@ -65,13 +65,21 @@ class LLM(LLMEngine):
         if not isinstance(messages, (list, tuple)):
             raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
         several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations = messages if several else [messages] if messages else []
-        for i, chat in enumerate(conversations):
-            if not is_conversation(chat):
-                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
+        conversations: list[Any] = messages if several else [messages] if messages else []
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        return self._run(self.chat_prompts(conversations, options), sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self, conversations: list[list[Message]], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> list[list[int]]:
+        """The prompts that `chat` makes of conversations, as `stream` and `add_request` take them."""
+        for i, chat in enumerate(conversations):
+            is_list = isinstance(chat, (list, tuple)) and bool(chat)
+            if not is_list or not all(isinstance(message, dict) and "role" in message for message in chat):
+                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
+        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
-        return self._run(texts, sampling_params, use_tqdm, special_tokens=False)
+        return self._tokenize(texts, special_tokens=False)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
@@ -104,13 +112,11 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _run(
-        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, special_tokens: bool = True
-    ) -> list[Output]:
+    def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool) -> list[Output]:
         """Check and queue all prompts, step until they have ended, return their outputs in the same order."""
         sequences: list[Sequence] = []
         params = _one_each(sampling_params, len(prompts))
-        for ids, p in zip(self._tokenize(prompts, special_tokens), params):
+        for ids, p in zip(self._tokenize(prompts), params):
             try:
                 sequences.append(self._make_sequence(ids, p))
             except (TypeError, ValueError) as error:
@@ -149,12 +155,6 @@ class LLM(LLMEngine):
         new = {key: value - before[key] for key, value in self.stats().items()}
         prefill, decode = new["prompt_tokens"] - new["cached_prompt_tokens"], new["generated_tokens"]
         return {"prefill": f"{prefill / seconds:.0f} tok/s", "decode": f"{decode / seconds:.0f} tok/s"}
-
-
-def is_conversation(messages: Any) -> bool:
-    """Whether `messages` is what a chat template takes."""
-    is_list = isinstance(messages, (list, tuple)) and bool(messages)
-    return is_list and all(isinstance(message, dict) and "role" in message for message in messages)
 
 
 def _as_list(prompts: Any) -> list[Any]:

@@ -914,6 +914,18 @@ def test_chat_passes_keywords_to_the_template(tiny_copy: Path) -> None:
     assert texts == ["hello", "hello<think></think>"]
 
 
+def test_the_prompts_of_conversations_can_be_had_for_other_calls(tiny: LLM) -> None:
+    conversations = [[user("hello")], [user("introduce yourself")]]
+    prompts = tiny.chat_prompts(conversations)
+    assert prompts[1] == PROMPT
+    outputs = tiny.chat(conversations, greedy(1), use_tqdm=False)
+    assert prompts == [output["prompt_token_ids"] for output in outputs]
+    [shorter] = tiny.chat_prompts(conversations[:1], {"add_generation_prompt": False})
+    assert tiny.tokenizer.decode(shorter) == "<|im_start|>user\nhello<|im_end|>\n"
+    with pytest.raises(TypeError, match=r"conversation 1 is 'Hi': must be a list of role/content dicts"):
+        tiny.chat_prompts([[user("hello")], "Hi"])  # type: ignore[list-item]
+
+
 def test_chat_takes_parameters_for_each_conversation(tiny: LLM) -> None:
     outputs = tiny.chat([[user("hello")], [user("hello")]], [greedy(2), greedy(5)], use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [2, 5]

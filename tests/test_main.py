@@ -118,10 +118,10 @@ BAD = {
     '{"prompt": ""}': "prompt is empty",
     '{"prompt": [99999999]}': "token id 99999999",
     '{"prompt": "\\ud800"}': "",
-    '{"messages": []}': "must be a list of objects",
-    '{"messages": "Hi"}': "must be a list of objects",
-    '{"messages": [[{"role": "user", "content": "Hi"}]]}': "must be a list of objects",
-    '{"messages": [{"content": "Hi"}]}': "must be a list of objects",
+    '{"messages": []}': "must be a list of role/content dicts",
+    '{"messages": "Hi"}': "must be a list of role/content dicts",
+    '{"messages": [[{"role": "user", "content": "Hi"}]]}': "must be a list of role/content dicts",
+    '{"messages": [{"content": "Hi"}]}': "must be a list of role/content dicts",
     '{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": 3}': "TypeError",
     '{"prompt": "a", "temperature": -1}': "SamplingParams.temperature=-1: must be a finite number >= 0",
     '{"prompt": "a", "max_tokens": "4"}': "SamplingParams.max_tokens='4'",
@@ -151,21 +151,20 @@ def test_other_keys_are_copied_also_to_an_error(run: Any) -> None:
 
 def test_lines_and_flags_say_how_to_sample(run: Any) -> None:
     question = [{"role": "user", "content": "Who are you?"}]
-    kwargs = {"add_generation_prompt": False}
     lines = [
         {"messages": question, "max_tokens": None},
         {"messages": question},
         "",
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
-        {"messages": question, "chat_template_kwargs": kwargs},
+        {"messages": question, "chat_template_kwargs": {"add_generation_prompt": False}},
     ]
     results = run(lines, "--temperature", "0", "--max-tokens", "6")
     assert [r["index"] for r in results] == [0, 1, 3, 4, 5]
     assert results[0]["text"].startswith("I am a tiny Qwen3 model") and results[0]["finish_reason"] == "stop"
     assert results[1]["token_ids"] == results[0]["token_ids"][:6]
     assert results[2]["token_ids"] == results[3]["token_ids"]
-    assert "TypeError" in results[4]["error"]
+    assert results[4]["token_ids"] != results[1]["token_ids"]
 
 
 def test_a_long_file_is_never_queued_whole(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
