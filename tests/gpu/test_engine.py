@@ -211,8 +211,6 @@ def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
         assert answers(llm) == [answer["token_ids"] for answer in GOLDEN]
 
 
-
-
 def watch_shared_reads(llm: LLM) -> list[bool]:
     """Whether each decode step from now on has read a shared prefix once."""
     seen: list[bool] = []
