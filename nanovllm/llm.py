@@ -99,7 +99,7 @@ class LLM(LLMEngine):
     def _stream(self, seq: Sequence) -> Iterator[Output]:
         self.streams.add(seq.seq_id)
         try:
-            self._enqueue([seq])
+            self._change(self._add, [seq])
             while not seq.is_finished:
                 self.unclaimed += [done for done in self._step() if done is not seq]
                 if seq.has_news and not seq.is_finished:
@@ -126,7 +126,7 @@ class LLM(LLMEngine):
         outputs: list[Output] = [{}] * len(sequences)
         start, before = perf_counter(), self.stats()
         try:
-            self._enqueue(sequences)
+            self._change(self._add, sequences)
             total, off = len(sequences), not use_tqdm
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
                 pending = deque(sequences)
@@ -161,22 +161,12 @@ def _as_list(prompts: Any) -> list[Any]:
     """`prompts` as a list of prompts: strings and lists of ids; a lone prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = _plain(prompts)
+    if hasattr(prompts, "tolist"):  # a numpy array or a tensor
+        prompts = prompts.tolist()
     if not isinstance(prompts, (list, tuple)):
         kind = type(prompts).__name__
         raise TypeError(f"prompts is {kind}: must be a string, a list of token ids, or a list of either")
-    if prompts and isinstance(prompts[0], Integral):
-        return [list(prompts)]
-    items = [_plain(prompt) for prompt in prompts]
-    for i, prompt in enumerate(items):
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompt {i} is {type(prompt).__name__}: must be a string or a list of token ids")
-    return items
-
-
-def _plain(ids: Any) -> Any:
-    """Lists for a numpy array or a tensor."""
-    return ids.tolist() if hasattr(ids, "tolist") else ids
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
 def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:

@@ -584,7 +584,7 @@ def test_greedy_rows_are_not_disturbed_by_sampled_ones(small: LLM) -> None:
     [
         ("runner.launch", 0), ("runner.launch", 1), ("runner.launch", 9), ("scheduler.schedule", 5),
         ("scheduler.postprocess", 0), ("scheduler.postprocess", 7), ("_step", 0), ("_step", 6), ("_output", 0),
-        ("_output", 2), ("_enqueue", 0), ("scheduler.add", 3), ("scheduler._preempt", 2),
+        ("_output", 2), ("_add", 0), ("scheduler.add", 3), ("scheduler._preempt", 2),
     ],
 )  # fmt: skip
 def test_an_interrupted_generate_leaves_nothing_behind(

@@ -86,7 +86,7 @@ class LLMEngine:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
         params = SamplingParams() if sampling_params is None else sampling_params
         request = self._make_sequence(self._tokenize([prompt])[0], params)
-        self._enqueue([request])
+        self._change(self._add, [request])
         return request.seq_id
 
     def abort(self, seq_id: int) -> None:
@@ -129,7 +129,7 @@ class LLMEngine:
             "preemptions": scheduler.num_preemptions,
             "steps": self.num_steps,
             "num_kvcache_blocks": len(scheduler.block_manager.blocks),
-            "num_free_blocks": scheduler.block_manager.num_free_blocks,
+            "num_free_blocks": len(scheduler.block_manager.free),
             "num_running": len(running),
             "num_waiting": len(scheduler.waiting),
         }
@@ -242,10 +242,8 @@ class LLMEngine:
                 seq.num_prompt_logprobs = None  # those of the first are everybody's
         return samples[0]
 
-    def _enqueue(self, requests: list[Sequence]) -> None:
-        self._change(self._add, requests)
-
     def _add(self, requests: list[Sequence]) -> None:
+        """Queue requests: only through `_change`."""
         for request in requests:
             number = next(self.request_numbers)
             if request.params.seed is None:
@@ -347,8 +345,7 @@ class LLMEngine:
             return text[: end + len(seq.stop_reason) if params.include_stop_str_in_output else end]
         if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             ids = ids[:-1]  # the end token or stop id
-        text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return text
+        return self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     @cached_property
     def _has_tokenizer(self) -> bool:
