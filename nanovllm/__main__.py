@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
 
-_RESULT = re.compile(rb'\{"index": (\d+), "line_hash": (\d+), "(?:text|error)": ')
+_RESULT = re.compile(rb'\{"index": (\d+), "line_hash": (\d+), "')
 _RESULT_KEYS = {
     "index", "line_hash", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
     "cumulative_logprob", "samples",
@@ -90,37 +90,36 @@ def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
 
 
 def answer(
-    llm: LLM, todo: Iterator[tuple[dict[str, int], bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
+    llm: LLM, todo: Iterator[tuple[dict[str, Any], bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """After each step the results that are new, of `todo`: lines with their index and hash.
+    """After each step the results that are new, of `todo`: how a result begins, and its line.
 
     The engine holds the requests that can run and about as many that wait, never the whole file.
     """
-    added: dict[int, tuple[dict[str, int], dict[str, Any]]] = {}  # by `seq_id`
-    entry: tuple[dict[str, int], bytes] | None = ({}, b"")
+    added: dict[int, dict[str, Any]] = {}  # by `seq_id`
+    entry: tuple[dict[str, Any], bytes] | None = ({}, b"")
     while entry or added:
         batch: list[dict[str, Any]] = []
         while len(added) + len(batch) < 2 * llm.config.max_num_seqs and (entry := next(todo, None)):
-            source, line = entry
-            carried: dict[str, Any] = {}
+            result, line = entry
             try:
-                params = {**sampling, "seed": hash((llm.config.seed, source["index"]))}
-                added[add_line(llm, line, carried, params, template_kwargs)] = source, carried
+                params = {**sampling, "seed": hash((llm.config.seed, result["index"]))}
+                added[add_line(llm, line, result, params, template_kwargs)] = result
             except Exception as error:  # tokenizers and chat templates raise what they like
-                batch.append({**source, "error": f"{type(error).__name__}: {error}", **carried})
+                batch.append({**result, "error": f"{type(error).__name__}: {error}"})
         for output in llm.step():
-            source, carried = added.pop(output["seq_id"])
-            del output["seq_id"], output["prompt_token_ids"]
-            batch.append({**source, "text": output["text"], **output, **carried})
+            result = added.pop(output.pop("seq_id"))
+            del output["prompt_token_ids"]
+            batch.append({**result, **output})
         yield batch
 
 
 def add_line(
-    llm: LLM, line: bytes, carried: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
+    llm: LLM, line: bytes, result: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
 ) -> int:
-    """Add the request of a line and return its `seq_id`; what is to be copied goes to `carried`."""
+    """Add the request of a line and return its `seq_id`; what is to be copied goes to `result`."""
     item = json_object(line)
-    carried.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
+    result.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
     if taken := item.keys() & _RESULT_KEYS:
         raise ValueError(f"{', '.join(sorted(taken))}: cannot be copied, the result has this key itself")
     if ("prompt" in item) == ("messages" in item):

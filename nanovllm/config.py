@@ -19,9 +19,7 @@ from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of
 MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
 _SIZE = integer(1, MAX_INT)
-_BLOCK_SIZE = Rule(
-    "a multiple of 16, > 0 and < 2**31", lambda v: is_integer(v) and 0 < v <= MAX_INT and v % 16 == 0, int
-)
+_BLOCK_SIZE = Rule("a multiple of 16, > 0 and < 2**31", lambda v: _SIZE.allows(v) and v % 16 == 0, int)
 _NUM_BLOCKS = Rule(
     "-1 (what memory allows) or an integer >= 1 and < 2**31",
     lambda v: is_integer(v) and (v == -1 or 1 <= v <= MAX_INT), int,
@@ -86,16 +84,13 @@ class ModelConfig:
         eps = raw.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise CheckpointError(f"{path}: rms_norm_eps={eps!r} must be a number in (0, 1)")
+        as_it_is = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
         return cls(
+            **{name: size(name) for name in as_it_is},
             architecture=architectures[0],
-            vocab_size=size("vocab_size"),
-            hidden_size=size("hidden_size"),
-            intermediate_size=size("intermediate_size"),
-            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=size("head_dim", size("hidden_size") // heads),
-            max_position_embeddings=size("max_position_embeddings"),
             rms_norm_eps=eps,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),

@@ -110,9 +110,8 @@ class LLMEngine:
         and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
         A request with n > 1 is returned as a whole when it has finished.
         """
-        finished = self._step()
-        finished, self.unclaimed = self.unclaimed + finished, []
-        finished = [seq for seq in finished if seq.seq_id not in self.streams]
+        finished = [seq for seq in self.unclaimed + self._step() if seq.seq_id not in self.streams]
+        self.unclaimed = []
         if not stream:
             return [self._output(seq) for seq in finished]
         growing = [s for i, s in self.sequences.items() if s.has_news and not s.samples and i not in self.streams]
@@ -121,7 +120,6 @@ class LLMEngine:
     def stats(self) -> dict[str, int]:
         """Counters since start, in tokens, steps, blocks and requests."""
         scheduler = self.scheduler
-        running = scheduler.running.values()
         return {
             "prompt_tokens": scheduler.num_prompt_tokens,
             "cached_prompt_tokens": scheduler.num_hit_tokens,
@@ -130,7 +128,7 @@ class LLMEngine:
             "steps": self.num_steps,
             "num_kvcache_blocks": len(scheduler.block_manager.blocks),
             "num_free_blocks": len(scheduler.block_manager.free),
-            "num_running": len(running),
+            "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
         }
 
