@@ -120,7 +120,7 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
         seconds, first_token, samples = [], [], []
         before = after = llm.stats()
         for _ in range(args.repeats + 1):  # the first call is reported apart
-            llm.scheduler.block_manager.clear_cache()  # a repeat must not find the prompts of the one before
+            llm.scheduler.reset()  # a repeat must not find the prompts of the one before
             before, launched = after, False
             start = time.perf_counter()
             for prompt, p in zip(work.prompts, params):

@@ -62,10 +62,9 @@ class LLM(LLMEngine):
         add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[Output]:  # fmt: skip
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations: list[Any] = messages if several else [messages] if messages else []
+        is_list = isinstance(messages, (list, tuple))
+        several = is_list and (not messages or isinstance(messages[0], (list, tuple)))
+        conversations: list[Any] = messages if several else [messages]
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
         return self._run(self.chat_prompts(conversations, options), sampling_params, use_tqdm)
 
@@ -87,13 +86,12 @@ class LLM(LLMEngine):
         Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
         at once there is `step(stream=True)`.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"prompt holds {len(prompts)} prompts: must be one, a string or a list of token ids")
-        seq = self._make_sequence(self._tokenize(prompts)[0], params)
-        if params.n > 1:
-            raise ValueError(f"SamplingParams.n={params.n}: must be 1 in a stream; use generate for several samples")
+        seq = self._make_sequence(self._tokenize(prompts)[0], sampling_params)
+        if seq.samples:
+            raise ValueError(f"SamplingParams.n={seq.params.n}: must be 1 in a stream; generate gives several samples")
         return self._stream(seq)
 
     def _stream(self, seq: Sequence) -> Iterator[Output]:
@@ -169,7 +167,7 @@ def _as_list(prompts: Any) -> list[Any]:
     return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
-def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:
+def _one_each(params: Params, n: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
     if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):

@@ -174,15 +174,6 @@ def test_without_prefix_caching_nothing_is_shared_or_hashed(hashing: Callable) -
     assert hits(manager, list(range(9))) == []
 
 
-def test_forgetting_the_cache_leaves_nothing_to_find() -> None:
-    manager = BlockManager(8, SIZE)
-    remember(manager, list(range(12)))
-    manager.clear_cache()
-    assert hits(manager, list(range(13))) == []
-    table = remember(manager, list(range(12)))
-    assert hits(manager, list(range(13))) == table
-
-
 # Hashes
 
 

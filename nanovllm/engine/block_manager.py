@@ -47,12 +47,6 @@ class BlockManager:
         self.cached: dict[int, int] = {}  # chained hash -> the block that holds this content
         self.content_ids = count(1)
 
-    def clear_cache(self) -> None:
-        """Forget all content, for when a failed step may have left K/V unwritten."""
-        self.cached.clear()
-        for block in self.blocks:
-            block.content_id = 0
-
     def find_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks of the longest known prefix; at least one token stays to be computed."""
         if not self.enable_prefix_caching:

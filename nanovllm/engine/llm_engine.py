@@ -11,15 +11,14 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from numbers import Integral
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -28,9 +27,8 @@ from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
+from nanovllm.utils.checks import is_integer
 from nanovllm.utils.detokenizer import Detokenizer
-
-T = TypeVar("T")
 
 
 class LLMEngine:
@@ -84,8 +82,7 @@ class LLMEngine:
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._make_sequence(self._tokenize([prompt])[0], params)
+        request = self._make_sequence(self._tokenize([prompt])[0], sampling_params)
         self._change(self._add, [request])
         return request.seq_id
 
@@ -141,7 +138,7 @@ class LLMEngine:
 
     # Inside
 
-    def _change(self, action: Callable[..., T], *args: Any) -> T:
+    def _change(self, action: Callable[..., Any], *args: Any) -> Any:
         """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
         self._check_open()
         if self.changing:  # a signal handler
@@ -187,9 +184,10 @@ class LLMEngine:
         encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
+    def _make_sequence(self, prompt: list[int], params: SamplingParams | None) -> Sequence:
         """A checked sequence that is not queued yet."""
         self._check_open()
+        params = SamplingParams() if params is None else params
         if hasattr(prompt, "tolist"):  # a numpy array or a tensor of ids
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
@@ -198,17 +196,9 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
-        for name, ids in (
-            ("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ()),
-            ("logit_bias", params.logit_bias or ()), ("allowed_token_ids", params.allowed_token_ids or ()),
-        ):  # fmt: skip
-            if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-                continue  # fine, at the speed of C; else find the bad one, or integers of another type
-            for token_id in ids:
-                if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                    raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
+        _check_ids("prompt", prompt, vocab_size)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            _check_ids(name, getattr(params, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (k := getattr(params, name) or 0) > vocab_size:
                 raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")
@@ -351,6 +341,16 @@ class LLMEngine:
             return self.tokenizer is not None
         except ValueError:
             return False
+
+
+def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return  # fine, at the speed of C; else find the bad one, or integers of another type
+    for token_id in ids:
+        if not is_integer(token_id):
+            raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
 
 
 def _samples(request: Sequence) -> list[Sequence]:
