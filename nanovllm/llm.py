@@ -5,7 +5,6 @@ or devices: all scheduling is the engine's. Invariant: a call returns the result
 behind. Whatever ends it early aborts them, and results of other callers that it meets are kept for `step`.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from numbers import Integral
 from time import perf_counter
@@ -120,34 +119,30 @@ class LLM(LLMEngine):
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {len(sequences)}: {error}") from None
         self._claim()
-        position = {seq.seq_id: i for i, seq in enumerate(sequences)}
-        outputs: list[Output] = [{}] * len(sequences)
+        outputs: dict[int, Output] = {seq.seq_id: {} for seq in sequences}
         start, before = perf_counter(), self.stats()
         try:
             self._change(self._add, sequences)
             total, off = len(sequences), not use_tqdm
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
-                pending = deque(sequences)
-                while pending:
-                    if pending[0].seq_id not in self.sequences:
-                        pending.popleft()
-                        continue
-                    for seq in self._step():
-                        if (i := position.get(seq.seq_id)) is None:
-                            self.unclaimed.append(seq)  # of `add_request`: the next `step` returns it
-                            continue
-                        outputs[i] = self._output(seq)
-                        bar.update()
-                    if use_tqdm:
-                        bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
+                for awaited in sequences:
+                    while awaited.seq_id in self.sequences:
+                        for seq in self._step():
+                            if seq.seq_id in outputs:
+                                outputs[seq.seq_id] = self._output(seq)
+                                bar.update()
+                            else:
+                                self.unclaimed.append(seq)  # of `add_request`: the next `step` returns it
+                        if use_tqdm:
+                            bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
         except BaseException:
-            self.to_abort.extend(position)  # at once: a second interrupt may follow
+            self.to_abort.extend(outputs)  # at once: a second interrupt may follow
             self._change(self._flush_aborts)
             raise
         finally:
             self.lock.release()
         # one that a signal handler has aborted never came out of a step
-        return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
+        return [outputs[seq.seq_id] or self._output(seq) for seq in sequences]
 
     def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
         new = {key: value - before[key] for key, value in self.stats().items()}
