@@ -13,8 +13,8 @@ from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Annotated, Any
 
-from nanovllm.errors import CheckpointError, reject_unknown
-from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real, reject_unknown
 
 MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
