@@ -68,15 +68,14 @@ class LLMEngine:
         """The tokenizer in the model folder, loaded on first use; `ValueError` if there is none."""
         from transformers import AutoTokenizer
 
+        folder = self.config.model
         try:
-            if not any(any(Path(self.config.model).glob(name)) for name in ("tokenizer*", "vocab.*")):
+            if not any(any(Path(folder).glob(name)) for name in ("tokenizer*", "vocab.*")):
                 raise FileNotFoundError("it has no tokenizer files")  # transformers would make an empty one
             # without the last one transformers asks on the terminal
-            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            raise ValueError(
-                f"no usable tokenizer in {self.config.model}: {error}; prompts of token ids work without one"
-            ) from error
+            raise ValueError(f"no usable tokenizer in {folder}: {error}; token ids work without one") from error
 
     # Requests
 
@@ -206,22 +205,19 @@ class LLMEngine:
             raise ValueError("prompt is empty: must hold at least one token")
         params = replace(params)  # the caller may change its own for the next request
         token_ids = list(map(int, prompt))
-        samples = [Sequence(token_ids, params) for _ in range(params.n)]
         texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
         bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+        stop_ids = frozenset(params.stop_token_ids or ()) | (set() if params.ignore_eos else self.scheduler.eos_ids)
+        banned = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+        if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+            raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
+        changes_logits = params.adjusts_logits or params.allowed_token_ids or bad_words
+        samples = [Sequence(token_ids, params) for _ in range(params.n)]
         for seq in samples:
             self.scheduler.check(seq)
-            eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
-            seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
+            seq.stop_ids, seq.stop_strings, seq.bad_words = stop_ids, params.stop_strings, bad_words
             seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
-            seq.bad_words = bad_words
-            banned = {word[0] for word in bad_words if len(word) == 1} | (seq.stop_ids if seq.min_tokens else set())
-            if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
-                raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
-            seq.has_controls = bool(
-                params.adjusts_logits or params.allowed_token_ids or bad_words or (seq.temperature and params.truncates)
-            )
-            seq.stop_strings = params.stop_strings
+            seq.has_controls = bool(changes_logits or (seq.temperature and params.truncates))
             if seq.stop_strings:
                 seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
             if params.n > 1:

@@ -1,4 +1,4 @@
-"""Checks of the fields of a dataclass and of their names; a rule stands beside the type: `Annotated[int, integer(1)]`."""
+"""Checks of the fields of a dataclass and their names; a rule stands beside the type: `Annotated[int, integer(1)]`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
