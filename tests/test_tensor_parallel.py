@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import rank_faults
 import torch
+import torch.distributed as dist
 from checkpoints import save_random_qwen3
 from test_qwen3 import Oracle, ask_transformers
 
 from nanovllm import LLM, CheckpointError, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.engine import worker
+from nanovllm.utils import parallel
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text(encoding="utf-8"))["answers"][::8]
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -172,6 +174,15 @@ def test_each_rank_has_its_slice_of_heads_intermediate_size_and_vocabulary(odd_o
     assert layer.self_attn.qkv_proj.weight.shape[0] == 3 * 32
     assert layer.mlp.down_proj.weight.shape[1] == 40
     assert layer.self_attn.attn.k_cache.shape[2] == 1
+
+
+def test_ranks_whose_processes_count_differently_meet_under_the_same_keys(tmp_path: Path) -> None:
+    old, new = (parallel._NumberedFromZero(dist.FileStore(str(tmp_path / "store"), 2)) for _ in range(2))
+    for step in range(2):
+        old.set(f"Kind/{7 + step}/0", f"old {step}")
+        new.set(f"Kind/{step}/1", f"new {step}")
+        old.wait([f"Kind/{7 + step}/1"])
+        assert (old.get(f"Kind/{7 + step}/1"), new.get(f"Kind/{step}/0")) == (b"new %d" % step, b"old %d" % step)
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(4, 6, 3), (8, 4, 2), (6, 12, 4), (2, 7, 7), (5, 4, 4)])
