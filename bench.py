@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -119,7 +120,7 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
         seconds, first_token, samples = [], [], []
         before = after = llm.stats()
         for _ in range(args.repeats + 1):  # the first call is reported apart
-            llm.scheduler.block_manager.clear_cache()  # a repeat must not find the prompts of the one before
+            llm.scheduler.reset()  # a repeat must not find the prompts of the one before
             before, launched = after, False
             start = time.perf_counter()
             for prompt, p in zip(work.prompts, params):
@@ -308,7 +309,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", default=["bench"], help=f"any of {', '.join(names)}, or 'all'")
     parser.add_argument("--model", default="qwen3-0.6b", help=f"a folder, or with dummy weights {', '.join(SHAPES)}")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
-    parser.add_argument("--engine", default=["nanovllm"], nargs="+", choices=list(ENGINES))
+    parser.add_argument("--engine", default="nanovllm", help=f"any of {', '.join(ENGINES)}, separated by commas")
     parser.add_argument("--seqs", type=float, default=1.0, help="scale of the number of sequences")
     parser.add_argument("--length", type=float, default=1.0, help="scale of all lengths")
     parser.add_argument("--input-len", type=int, help="with --output-len and --num-seqs: one workload of these sizes")
@@ -330,12 +331,15 @@ def main() -> None:
         "--figure", nargs="+", metavar="FILE", help="run nothing: draw to FILE what --json has written to the others"
     )
     args = parser.parse_args()
-    for engine in args.engine:
+    engines = args.engine.split(",")
+    for engine in engines:
+        if engine not in ENGINES:
+            parser.error(f"--engine {engine}: must be any of {', '.join(ENGINES)}, separated by commas")
         if find_spec(engine) is None:
             parser.error(f"--engine {engine}: {engine} is not installed")
     if (args.plot or args.figure) and find_spec("matplotlib") is None:
         parser.error("pictures need matplotlib: pip install 'nanovllm[plot]'")
-    if args.plot and "nanovllm" not in args.engine:
+    if args.plot and "nanovllm" not in engines:
         parser.error("--plot draws runs of nanovllm: --engine must name it")
     if args.figure:
         if len(args.figure) == 1:
@@ -343,7 +347,7 @@ def main() -> None:
         draw_results([r for file in args.figure[1:] for r in json.loads(Path(file).read_text())], args.figure[0])
         return
     with TemporaryDirectory() as folder:
-        model = args.model
+        model = os.path.expanduser(args.model)
         if model in SHAPES:
             args.load_format = "dummy"
             model = folder
@@ -366,7 +370,7 @@ def main() -> None:
         print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
         for name in chosen:
             work = table[name]()
-            for engine in args.engine:
+            for engine in engines:
                 r = ENGINES[engine](work, args, model)
                 if samples := r.pop("samples", None):
                     runs[name] = samples

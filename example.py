@@ -27,8 +27,8 @@ def main() -> None:
         if args.stream:
             for chat in chats:
                 print(f"\nPrompt:     {chat[0]['content']}\nCompletion: ", end="")
-                prompt = llm.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-                for piece in llm.stream(llm.tokenizer.encode(prompt, add_special_tokens=False), params):
+                [prompt] = llm.chat_prompts([chat])
+                for piece in llm.stream(prompt, params):
                     print(piece["text"], end="", flush=True)
                 print()
             return

@@ -1,7 +1,7 @@
 """`python -m nanovllm run`: a file of requests to a file of results; `chat`: a conversation in the terminal.
 
-It knows nothing of the engine but what scripts use. Invariant of `run`: a result is one line that begins
-with the index of its input line, so the complete lines of the output are all that a restart has to know.
+It knows nothing of the engine but what scripts use. Invariant of `run`: a result is one line that begins with the
+index and a hash of its input line, so the complete lines of the output are all that a restart has to know.
 """
 
 import argparse
@@ -9,20 +9,21 @@ import inspect
 import json
 import re
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any, BinaryIO, get_args, get_type_hints
+from zlib import crc32
 
 from tqdm.auto import tqdm
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
-from nanovllm.llm import is_conversation
 
-_RESULT = re.compile(rb'\{"index": (\d+), "(?:text|error)": ')
+_RESULT = re.compile(rb'\{"index": (\d+), "line_hash": (\d+), "')
 _RESULT_KEYS = {
-    "index", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
+    "index", "line_hash", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
     "cumulative_logprob", "samples",
 }  # fmt: skip
 _OPTIONS = {f.name for f in fields(Config) if f.init} - {"model"}
@@ -32,23 +33,29 @@ _INPUT_KEYS = {"prompt", "messages", "chat_template_kwargs"} | _SAMPLING
 
 def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Run every line of INPUT and append its result to OUTPUT as soon as it has ended. Started again after a
-    crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result.
+    crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result. An OUTPUT
+    with results of other lines is refused.
 
     An input line is a JSON object: "prompt" (a string or token ids) or "messages" (and "chat_template_kwargs"),
     fields of SamplingParams, and anything else, which is copied to the result. So a misspelled field is not
-    noticed: it is taken for something to copy. A result holds "index", the number of its input line from 0, and
-    what an output of `generate` holds ("text", "token_ids", "finish_reason", ...), or "error" if the line could
-    not be run. A line without a seed gets one made of --seed and its index: a restart does not change results.
+    noticed: it is taken for something to copy. A result holds "index", the number of its input line from 0,
+    "line_hash", the CRC-32 of that line without white space at its ends, and what an output of `generate` holds
+    ("text", "token_ids", "finish_reason", ...), or "error" if the line could not be run. A line without a seed gets
+    one made of --seed and its index: a restart does not change results.
     """
     SamplingParams(**sampling)
     with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
-        done = bytearray(not line.strip() for line in lines)  # blank lines need no result
-        restore(results, done)
+        hashes, done = array("I"), bytearray()
+        for line in lines:
+            hashes.append(crc32(line.strip()))
+            done.append(not line.strip())  # blank lines need no result
+        restore(results, hashes, done)
         if all(done):
             print(f"{args.output} is complete", file=sys.stderr)
             return
         lines.seek(0)
-        todo = ((index, line) for index, (line, is_done) in enumerate(zip(lines, done)) if not is_done)
+        numbered = enumerate(zip(lines, hashes, done))
+        todo = (({"index": i, "line_hash": key}, line) for i, (line, key, is_done) in numbered if not is_done)
         num_errors = 0
         with LLM(args.model, **options) as llm, tqdm(total=len(done), initial=sum(done), unit="line") as bar:
             for batch in answer(llm, todo, sampling, args.chat_template_kwargs):
@@ -62,70 +69,67 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
             print(f"{num_errors} of {len(done)} lines have an error, see {args.output}", file=sys.stderr)
 
 
-def restore(results: BinaryIO, done: bytearray) -> None:
-    """Mark the lines that have a result and cut off a last one that a crash left half written."""
+def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
+    """Mark the lines that have a result and cut off a last one that a crash left half written.
+
+    `ValueError` if there is anything but results of lines with these hashes.
+    """
     results.seek(0)
     end = 0
     for number, line in enumerate(results, 1):
         if not line.endswith(b"\n") and b'{"index": '.startswith(line[:10]):
             break
         match = _RESULT.match(line)
-        if not match or int(match[1]) >= len(done):
-            raise ValueError(f"{results.name}: line {number} is no result of this INPUT, give another OUTPUT")
-        done[int(match[1])] = True
+        index = int(match[1]) if match else len(hashes)
+        if not match or index >= len(hashes) or int(match[2]) != hashes[index]:
+            advice = "give another OUTPUT, or delete the results of lines that have changed"
+            raise ValueError(f"{results.name}: line {number} is no result of this INPUT; {advice}")
+        done[index] = True
         end += len(line)
     results.truncate(end)
 
 
 def answer(
-    llm: LLM, todo: Iterator[tuple[int, bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
+    llm: LLM, todo: Iterator[tuple[dict[str, Any], bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
 ) -> Iterator[list[dict[str, Any]]]:
-    """After each step the results that are new, of `todo`: lines with their index.
+    """After each step the results that are new, of `todo`: how a result begins, and its line.
 
     The engine holds the requests that can run and about as many that wait, never the whole file.
     """
-    added: dict[int, tuple[int, dict[str, Any]]] = {}  # by `seq_id`
-    entry: tuple[int, bytes] | None = (0, b"")
+    added: dict[int, dict[str, Any]] = {}  # by `seq_id`
+    entry: tuple[dict[str, Any], bytes] | None = ({}, b"")
     while entry or added:
         batch: list[dict[str, Any]] = []
         while len(added) + len(batch) < 2 * llm.config.max_num_seqs and (entry := next(todo, None)):
-            index, line = entry
-            carried: dict[str, Any] = {}
+            result, line = entry
             try:
-                params = {**sampling, "seed": hash((llm.config.seed, index))}
-                added[add_line(llm, line, carried, params, template_kwargs)] = index, carried
+                params = {**sampling, "seed": hash((llm.config.seed, result["index"]))}
+                added[add_line(llm, line, result, params, template_kwargs)] = result
             except Exception as error:  # tokenizers and chat templates raise what they like
-                batch.append({"index": index, "error": f"{type(error).__name__}: {error}", **carried})
+                batch.append({**result, "error": f"{type(error).__name__}: {error}"})
         for output in llm.step():
-            index, carried = added.pop(output["seq_id"])
-            del output["seq_id"], output["prompt_token_ids"]
-            batch.append({"index": index, "text": output["text"], **output, **carried})
+            result = added.pop(output.pop("seq_id"))
+            del output["prompt_token_ids"]
+            batch.append({**result, **output})
         yield batch
 
 
 def add_line(
-    llm: LLM, line: bytes, carried: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
+    llm: LLM, line: bytes, result: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
 ) -> int:
-    """Add the request of a line and return its `seq_id`; what is to be copied goes to `carried`."""
+    """Add the request of a line and return its `seq_id`; what is to be copied goes to `result`."""
     item = json_object(line)
-    carried.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
+    result.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
     if taken := item.keys() & _RESULT_KEYS:
         raise ValueError(f"{', '.join(sorted(taken))}: cannot be copied, the result has this key itself")
     if ("prompt" in item) == ("messages" in item):
         raise ValueError("must have either 'prompt' or 'messages'")
     prompt = item.get("prompt")
     if "messages" in item:
-        prompt = chat_prompt(llm, item["messages"], template_kwargs | item.get("chat_template_kwargs", {}))
+        options = template_kwargs | item.get("chat_template_kwargs", {})
+        [prompt] = llm.chat_prompts([item["messages"]], options)
     given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
     return llm.add_request(prompt, SamplingParams(**params | given))  # type: ignore[arg-type]
-
-
-def chat_prompt(llm: LLM, messages: Any, template_kwargs: dict[str, Any]) -> list[int]:
-    if not is_conversation(messages):
-        raise ValueError(f"messages={messages!r}: must be a list of objects with role and content, not empty")
-    text = llm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template_kwargs)
-    ids: list[int] = llm.tokenizer.encode(text, add_special_tokens=False)
-    return ids
 
 
 def json_object(text: str | bytes) -> dict[str, Any]:
@@ -145,7 +149,7 @@ def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, 
         while True:
             try:
                 messages.append({"role": "user", "content": input("> ")})
-                prompt = chat_prompt(llm, messages, args.chat_template_kwargs)
+                [prompt] = llm.chat_prompts([messages], args.chat_template_kwargs)
                 messages.append({"role": "assistant", "content": ""})
                 for piece in llm.stream(prompt, params):
                     messages[-1]["content"] += piece["text"]

@@ -9,19 +9,17 @@ import re
 from dataclasses import dataclass, field, fields
 from numbers import Real
 from os import PathLike
-from os.path import isdir
+from os.path import expanduser, isdir
 from pathlib import Path
 from typing import Annotated, Any
 
-from nanovllm.errors import CheckpointError, reject_unknown
-from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
+from nanovllm.errors import CheckpointError
+from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real, reject_unknown
 
 MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
 _SIZE = integer(1, MAX_INT)
-_BLOCK_SIZE = Rule(
-    "a multiple of 16, > 0 and < 2**31", lambda v: is_integer(v) and 0 < v <= MAX_INT and v % 16 == 0, int
-)
+_BLOCK_SIZE = Rule("a multiple of 16, > 0 and < 2**31", lambda v: _SIZE.allows(v) and v % 16 == 0, int)
 _NUM_BLOCKS = Rule(
     "-1 (what memory allows) or an integer >= 1 and < 2**31",
     lambda v: is_integer(v) and (v == -1 or 1 <= v <= MAX_INT), int,
@@ -86,16 +84,13 @@ class ModelConfig:
         eps = raw.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise CheckpointError(f"{path}: rms_norm_eps={eps!r} must be a number in (0, 1)")
+        as_it_is = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
         return cls(
+            **{name: size(name) for name in as_it_is},
             architecture=architectures[0],
-            vocab_size=size("vocab_size"),
-            hidden_size=size("hidden_size"),
-            intermediate_size=size("intermediate_size"),
-            num_hidden_layers=size("num_hidden_layers"),
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             head_dim=size("head_dim", size("hidden_size") // heads),
-            max_position_embeddings=size("max_position_embeddings"),
             rms_norm_eps=eps,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
@@ -142,13 +137,15 @@ class Config:
         check(self)
         if not isinstance(self.model, (str, PathLike)) or not str(self.model):
             fail("model", self.model, "the path of a local folder")
-        folder = Path(self.model)
+        folder = expanduser(self.model)
         if not isdir(folder):
             hint = "there is no such folder"
-            if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(self.model)):
-                hint += f"; if it is a hub id, `hf download {self.model} --local-dir ./model` first, and pass ./model"
+            if name := re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]{,95}", str(self.model)):
+                hub_id = name[0] if name[1] else f"OWNER/{name[0]}"
+                hint += f"; if it is a model of the hub, `hf download {hub_id} --local-dir ./model`, and pass ./model"
             fail("model", self.model, f"a local folder with config.json, *.safetensors and a tokenizer; {hint}")
-        self.hf = ModelConfig.from_folder(folder)
+        self.model = folder
+        self.hf = ModelConfig.from_folder(Path(folder))
         self.max_model_len = min(self.max_model_len, self.hf.max_position_embeddings)
 
 

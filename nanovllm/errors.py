@@ -1,7 +1,4 @@
-"""The error types a caller may want to catch, and the helper that words an unknown option."""
-
-from collections.abc import Iterable
-from difflib import get_close_matches
+"""The error types a caller may want to catch."""
 
 
 class EngineError(RuntimeError):
@@ -14,12 +11,3 @@ class OutOfMemoryError(EngineError):
 
 class CheckpointError(ValueError):
     """A model folder that cannot be used; the message names the file, field or tensor."""
-
-
-def reject_unknown(owner: str, given: Iterable[str], valid: Iterable[str]) -> None:
-    """Raise a `TypeError` naming the nearest valid option for the first unknown one in `given`."""
-    valid = list(valid)
-    for name in given:
-        if name not in valid:
-            near = get_close_matches(name, valid, n=1, cutoff=0.0)[0]
-            raise TypeError(f"{owner} has no option {name!r}; did you mean {near!r}? Valid: {', '.join(valid)}")

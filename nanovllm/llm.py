@@ -5,7 +5,6 @@ or devices: all scheduling is the engine's. Invariant: a call returns the result
 behind. Whatever ends it early aborts them, and results of other callers that it meets are kept for `step`.
 """
 
-from collections import deque
 from collections.abc import Iterator
 from numbers import Integral
 from time import perf_counter
@@ -62,16 +61,23 @@ class LLM(LLMEngine):
         add_generation_prompt: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[Output]:  # fmt: skip
         """Complete one conversation (a list of role/content dicts) or several, through the model's chat template."""
-        if not isinstance(messages, (list, tuple)):
-            raise TypeError(f"messages is {type(messages).__name__}: must be a list of role/content dicts, or of lists")
-        several = bool(messages) and isinstance(messages[0], (list, tuple))
-        conversations = messages if several else [messages] if messages else []
-        for i, chat in enumerate(conversations):
-            if not is_conversation(chat):
-                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
+        is_list = isinstance(messages, (list, tuple))
+        several = is_list and (not messages or isinstance(messages[0], (list, tuple)))
+        conversations: list[Any] = messages if several else [messages]
         options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        return self._run(self.chat_prompts(conversations, options), sampling_params, use_tqdm)
+
+    def chat_prompts(
+        self, conversations: list[list[Message]], chat_template_kwargs: dict[str, Any] | None = None
+    ) -> list[list[int]]:
+        """The prompts that `chat` makes of conversations, as `stream` and `add_request` take them."""
+        for i, chat in enumerate(conversations):
+            is_list = isinstance(chat, (list, tuple)) and bool(chat)
+            if not is_list or not all(isinstance(message, dict) and "role" in message for message in chat):
+                raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
+        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
-        return self._run(texts, sampling_params, use_tqdm, special_tokens=False)
+        return self._tokenize(texts, special_tokens=False)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield dicts with the new `text` and `token_ids` of one request; the last has `finish_reason`.
@@ -79,19 +85,18 @@ class LLM(LLMEngine):
         Text comes only once it cannot change any more. Leaving the loop early aborts the request. For many requests
         at once there is `step(stream=True)`.
         """
-        params = SamplingParams() if sampling_params is None else sampling_params
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"prompt holds {len(prompts)} prompts: must be one, a string or a list of token ids")
-        seq = self._make_sequence(self._tokenize(prompts)[0], params)
-        if params.n > 1:
-            raise ValueError(f"SamplingParams.n={params.n}: must be 1 in a stream; use generate for several samples")
+        seq = self._make_sequence(self._tokenize(prompts)[0], sampling_params)
+        if seq.samples:
+            raise ValueError(f"SamplingParams.n={seq.params.n}: must be 1 in a stream; generate gives several samples")
         return self._stream(seq)
 
     def _stream(self, seq: Sequence) -> Iterator[Output]:
         self.streams.add(seq.seq_id)
         try:
-            self._enqueue([seq])
+            self._change(self._add, [seq])
             while not seq.is_finished:
                 self.unclaimed += [done for done in self._step() if done is not seq]
                 if seq.has_news and not seq.is_finished:
@@ -104,46 +109,40 @@ class LLM(LLMEngine):
 
     # Inside
 
-    def _run(
-        self, prompts: list[Any], sampling_params: Params, use_tqdm: bool, special_tokens: bool = True
-    ) -> list[Output]:
+    def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool) -> list[Output]:
         """Check and queue all prompts, step until they have ended, return their outputs in the same order."""
         sequences: list[Sequence] = []
         params = _one_each(sampling_params, len(prompts))
-        for ids, p in zip(self._tokenize(prompts, special_tokens), params):
+        for ids, p in zip(self._tokenize(prompts), params):
             try:
                 sequences.append(self._make_sequence(ids, p))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {len(sequences)}: {error}") from None
         self._claim()
-        position = {seq.seq_id: i for i, seq in enumerate(sequences)}
-        outputs: list[Output] = [{}] * len(sequences)
+        outputs: dict[int, Output] = {seq.seq_id: {} for seq in sequences}
         start, before = perf_counter(), self.stats()
         try:
-            self._enqueue(sequences)
+            self._change(self._add, sequences)
             total, off = len(sequences), not use_tqdm
             with tqdm(total=total, desc="Generating", unit="req", disable=off, dynamic_ncols=True) as bar:
-                pending = deque(sequences)
-                while pending:
-                    if pending[0].seq_id not in self.sequences:
-                        pending.popleft()
-                        continue
-                    for seq in self._step():
-                        if (i := position.get(seq.seq_id)) is None:
-                            self.unclaimed.append(seq)  # of `add_request`: the next `step` returns it
-                            continue
-                        outputs[i] = self._output(seq)
-                        bar.update()
-                    if use_tqdm:
-                        bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
+                for awaited in sequences:
+                    while awaited.seq_id in self.sequences:
+                        for seq in self._step():
+                            if seq.seq_id in outputs:
+                                outputs[seq.seq_id] = self._output(seq)
+                                bar.update()
+                            else:
+                                self.unclaimed.append(seq)  # of `add_request`: the next `step` returns it
+                        if use_tqdm:
+                            bar.set_postfix(self._speed(before, perf_counter() - start), refresh=False)
         except BaseException:
-            self.to_abort.extend(position)  # at once: a second interrupt may follow
+            self.to_abort.extend(outputs)  # at once: a second interrupt may follow
             self._change(self._flush_aborts)
             raise
         finally:
             self.lock.release()
         # one that a signal handler has aborted never came out of a step
-        return [output or self._output(seq) for output, seq in zip(outputs, sequences)]
+        return [outputs[seq.seq_id] or self._output(seq) for seq in sequences]
 
     def _speed(self, before: dict[str, int], seconds: float) -> dict[str, str]:
         new = {key: value - before[key] for key, value in self.stats().items()}
@@ -151,35 +150,19 @@ class LLM(LLMEngine):
         return {"prefill": f"{prefill / seconds:.0f} tok/s", "decode": f"{decode / seconds:.0f} tok/s"}
 
 
-def is_conversation(messages: Any) -> bool:
-    """Whether `messages` is what a chat template takes."""
-    is_list = isinstance(messages, (list, tuple)) and bool(messages)
-    return is_list and all(isinstance(message, dict) and "role" in message for message in messages)
-
-
 def _as_list(prompts: Any) -> list[Any]:
     """`prompts` as a list of prompts: strings and lists of ids; a lone prompt becomes a list of one."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = _plain(prompts)
+    if hasattr(prompts, "tolist"):  # a numpy array or a tensor
+        prompts = prompts.tolist()
     if not isinstance(prompts, (list, tuple)):
         kind = type(prompts).__name__
         raise TypeError(f"prompts is {kind}: must be a string, a list of token ids, or a list of either")
-    if prompts and isinstance(prompts[0], Integral):
-        return [list(prompts)]
-    items = [_plain(prompt) for prompt in prompts]
-    for i, prompt in enumerate(items):
-        if not isinstance(prompt, (str, list, tuple)):
-            raise TypeError(f"prompt {i} is {type(prompt).__name__}: must be a string or a list of token ids")
-    return items
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
 
 
-def _plain(ids: Any) -> Any:
-    """Lists for a numpy array or a tensor."""
-    return ids.tolist() if hasattr(ids, "tolist") else ids
-
-
-def _one_each(params: SamplingParams | list[SamplingParams] | None, n: int) -> list[SamplingParams]:
+def _one_each(params: Params, n: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
     if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):

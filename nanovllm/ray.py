@@ -52,7 +52,7 @@ class LLMActor:
 
     def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
         self.params = sampling_params or SamplingParams()
-        self.template_options = {"add_generation_prompt": True, **options.pop("chat_template_kwargs", {})}
+        self.template_options = options.pop("chat_template_kwargs", {})
         self.llm = LLM(model, **{"seed": secrets.randbits(63), **options})
         self.thread = ThreadPoolExecutor(1)
         self.outputs: dict[int, dict[str, Any]] = {}
@@ -98,9 +98,9 @@ class LLMActor:
             if messages is not None:
                 # Arrow gives every message the keys of all
                 chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-                prompt = self.llm.tokenizer.apply_chat_template(chat, tokenize=False, **self.template_options)
-            if isinstance(prompt, str):
-                prompt = self.llm.tokenizer.encode(prompt, add_special_tokens=messages is None)
+                [prompt] = self.llm.chat_prompts([chat], self.template_options)
+            elif isinstance(prompt, str):
+                prompt = self.llm.tokenizer.encode(prompt)
             return prompt, replace(self.params, **{name: value for name, value in row.items() if value is not None})
         except Exception as error:  # whatever a template or a tokenizer raises must not end the job
             return ValueError(str(error))

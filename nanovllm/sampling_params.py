@@ -7,8 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
-from nanovllm.errors import reject_unknown
-from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_integer, is_list, real
+from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_integer, is_list, real, reject_unknown
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5

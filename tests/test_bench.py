@@ -37,7 +37,8 @@ def colors(file: Path) -> dict[str, int]:
 def test_engines_run_the_same_workload_and_are_printed_in_one_table(
     run_bench: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    run_bench("--engine", "nanovllm", "transformers", "--json", str(tmp_path / "results.json"))
+    engines = ("--engine", "nanovllm,transformers")
+    run_bench(*engines, "24->6", "--json", str(tmp_path / "results.json"))  # a workload after the engines
     results = json.loads((tmp_path / "results.json").read_text())
     assert [r["engine"] for r in results] == ["nanovllm", "transformers"]
     for r in results:
@@ -124,6 +125,7 @@ def test_the_figure_in_the_readme_is_that_of_its_results(tmp_path: Path) -> None
     ("missing", "flags", "message"),
     [
         ("vllm", ["--engine", "vllm"], "vllm is not installed"),
+        ("", ["--engine", "bench"], "--engine bench: must be any of nanovllm, transformers, vllm"),
         ("matplotlib", ["--plot", "run.png"], "pip install 'nanovllm[plot]'"),
         ("matplotlib", ["--figure", "a.svg", "b.json"], "pip install 'nanovllm[plot]'"),
         ("", ["--engine", "transformers", "--plot", "run.png"], "--engine must name it"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -119,9 +120,19 @@ def test_an_unknown_option_is_refused_before_the_model_is_looked_at() -> None:
         LLM("no/such/folder", dtpye="float32")
 
 
-def test_a_hub_id_gives_an_error_that_says_how_to_download() -> None:
-    with pytest.raises(ValueError, match=r"local folder.*hf download Qwen/Qwen3-0\.6B --local-dir"):
-        LLM("Qwen/Qwen3-0.6B")
+@pytest.mark.parametrize(
+    ("name", "hub_id"),
+    [("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("Qwen3-0.6B", "OWNER/Qwen3-0.6B"), ("gpt2", "OWNER/gpt2")],
+)
+def test_a_name_of_the_hub_gives_an_error_that_says_how_to_download(name: str, hub_id: str) -> None:
+    with pytest.raises(ValueError, match=f"local folder.*hf download {re.escape(hub_id)} --local-dir"):
+        LLM(name)
+
+
+def test_a_tilde_is_the_home_folder(random_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(Path(random_model).parent))
+    config = Config.create(f"~/{Path(random_model).name}")
+    assert config.model == random_model and config.hf.vocab_size == 1000
 
 
 @pytest.mark.parametrize("model", [None, 5, "", "no/such/folder", b"x"])
@@ -131,7 +142,7 @@ def test_a_model_that_is_no_folder_is_an_error_that_shows_it(model: Any) -> None
     assert model in (None, 5, "", b"x") or repr(model) in str(error.value)
 
 
-@pytest.mark.parametrize("model", ["/nope", "./nope", "no/such/folder", "~/model", "nope", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize("model", ["/nope", "./nope", "no/such/folder", "~/model", "x" * 5000, "a\0b"])
 def test_a_path_that_does_not_exist_is_not_taken_for_a_hub_id(model: str) -> None:
     with pytest.raises(ValueError, match="there is no such folder") as error:
         LLM(model)

@@ -574,7 +574,7 @@ def test_text_that_is_no_unicode_is_refused_with_the_index_of_the_prompt(text: s
 
 @pytest.mark.parametrize("messages", [5, {}, None, "hi", {"role": "user", "content": "hi"}, iter([])])
 def test_something_that_is_no_conversation_is_a_type_error(messages: Any) -> None:
-    with engine() as llm, pytest.raises(TypeError, match=r"messages is .*must be a list"):
+    with engine() as llm, pytest.raises(TypeError, match=r"conversation 0 is .*must be a list"):
         llm.chat(messages)
 
 

@@ -584,7 +584,7 @@ def test_greedy_rows_are_not_disturbed_by_sampled_ones(small: LLM) -> None:
     [
         ("runner.launch", 0), ("runner.launch", 1), ("runner.launch", 9), ("scheduler.schedule", 5),
         ("scheduler.postprocess", 0), ("scheduler.postprocess", 7), ("_step", 0), ("_step", 6), ("_output", 0),
-        ("_output", 2), ("_enqueue", 0), ("scheduler.add", 3), ("scheduler._preempt", 2),
+        ("_output", 2), ("_add", 0), ("scheduler.add", 3), ("scheduler._preempt", 2),
     ],
 )  # fmt: skip
 def test_an_interrupted_generate_leaves_nothing_behind(
@@ -912,6 +912,18 @@ def test_chat_passes_keywords_to_the_template(tiny_copy: Path) -> None:
         ]
         texts = [llm.tokenizer.decode(output["prompt_token_ids"]) for (output,) in prompts]
     assert texts == ["hello", "hello<think></think>"]
+
+
+def test_the_prompts_of_conversations_can_be_had_for_other_calls(tiny: LLM) -> None:
+    conversations = [[user("hello")], [user("introduce yourself")]]
+    prompts = tiny.chat_prompts(conversations)
+    assert prompts[1] == PROMPT
+    outputs = tiny.chat(conversations, greedy(1), use_tqdm=False)
+    assert prompts == [output["prompt_token_ids"] for output in outputs]
+    [shorter] = tiny.chat_prompts(conversations[:1], {"add_generation_prompt": False})
+    assert tiny.tokenizer.decode(shorter) == "<|im_start|>user\nhello<|im_end|>\n"
+    with pytest.raises(TypeError, match=r"conversation 1 is 'Hi': must be a list of role/content dicts"):
+        tiny.chat_prompts([[user("hello")], "Hi"])  # type: ignore[list-item]
 
 
 def test_chat_takes_parameters_for_each_conversation(tiny: LLM) -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -78,24 +79,28 @@ def test_a_restart_gives_the_results_of_a_run_that_was_not_interrupted(run: Any)
 def test_only_whole_results_count_wherever_the_last_one_is_cut(tmp_path: Path, num_whole: int) -> None:
     path = tmp_path / "out.jsonl"
     lines = [
-        b'{"index": 4, "text": "\xc3\xa9"}\n',
-        b'{"index": 0, "error": "no", "id": 1}\n',
-        b'{"index": 12, "text": ""}\n',
+        b'{"index": 4, "line_hash": 104, "text": "\xc3\xa9"}\n',
+        b'{"index": 0, "line_hash": 100, "error": "no", "id": 1}\n',
+        b'{"index": 12, "line_hash": 112, "text": ""}\n',
     ]
     whole = b"".join(lines[:num_whole])
     for cut in range(len(lines[num_whole])):
         path.write_bytes(whole + lines[num_whole][:cut])
         done = bytearray(13)
         with path.open("a+b") as results:
-            restore(results, done)
+            restore(results, array("I", range(100, 113)), done)
             results.write(b"next")
         assert [i for i in range(13) if done[i]] == sorted([4, 0][:num_whole])
         assert path.read_bytes() == whole + b"next"
 
 
 @pytest.mark.parametrize(
-    "content", ["[1, 2]", "precious\n", '{"index": 7}\n', '{"index": 1, "text": ""}\n', '{"index"']
-)
+    "content",
+    [
+        "[1, 2]", "precious\n", '{"index": 7}\n', '{"index": 0, "text": ""}\n',
+        '{"index": 1, "line_hash": 1, "text": ""}\n', '{"index"',
+    ],
+)  # fmt: skip
 def test_an_output_file_that_holds_something_else_is_left_alone(run: Any, content: str) -> None:
     run.output.write_text(content)
     if content == '{"index"':  # the beginning of a result of ours
@@ -104,6 +109,23 @@ def test_an_output_file_that_holds_something_else_is_left_alone(run: Any, conten
     with pytest.raises(SystemExit, match=r"line 1 is no result of this INPUT"):
         run([{"prompt": "Hi"}])
     assert run.output.read_text() == content
+
+
+def test_an_output_of_another_input_is_refused_before_any_work(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"prompt": "Hi", "max_tokens": 1}, {"prompt": "Ho", "max_tokens": 1}, {"prompt": "Ha", "max_tokens": 1}]
+    run(lines)
+    written = run.output.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("nanovllm.__main__.LLM", None)
+        for other in (lines[::-1], lines[:2], [lines[0], {"prompt": "He"}, lines[2]]):
+            with pytest.raises(SystemExit, match=r"is no result of this INPUT; give another OUTPUT, or delete"):
+                run(other)
+            assert run.output.read_bytes() == written
+    # lines that were appended, and a line that was changed and whose result was deleted
+    results = [line for line in written.splitlines(keepends=True) if not line.startswith(b'{"index": 1,')]
+    run.output.write_bytes(b"".join(results))
+    assert len(run([lines[0], {"prompt": "He", "max_tokens": 2}, lines[2], {"prompt": "Hu", "max_tokens": 2}])) == 4
+    assert run.output.read_bytes().startswith(b"".join(results))
 
 
 BAD = {
@@ -118,10 +140,10 @@ BAD = {
     '{"prompt": ""}': "prompt is empty",
     '{"prompt": [99999999]}': "token id 99999999",
     '{"prompt": "\\ud800"}': "",
-    '{"messages": []}': "must be a list of objects",
-    '{"messages": "Hi"}': "must be a list of objects",
-    '{"messages": [[{"role": "user", "content": "Hi"}]]}': "must be a list of objects",
-    '{"messages": [{"content": "Hi"}]}': "must be a list of objects",
+    '{"messages": []}': "must be a list of role/content dicts",
+    '{"messages": "Hi"}': "must be a list of role/content dicts",
+    '{"messages": [[{"role": "user", "content": "Hi"}]]}': "must be a list of role/content dicts",
+    '{"messages": [{"content": "Hi"}]}': "must be a list of role/content dicts",
     '{"messages": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": 3}': "TypeError",
     '{"prompt": "a", "temperature": -1}': "SamplingParams.temperature=-1: must be a finite number >= 0",
     '{"prompt": "a", "max_tokens": "4"}': "SamplingParams.max_tokens='4'",
@@ -145,27 +167,26 @@ def test_other_keys_are_copied_also_to_an_error(run: Any) -> None:
     good, bad = run([{"prompt": "Hi", **extra}, {"prompt": 3, **extra}])
     assert {key: good[key] for key in extra} == extra == {key: bad[key] for key in extra}
     assert set(good) - set(extra) == {
-        "index", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
+        "index", "line_hash", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
     }  # fmt: skip
 
 
 def test_lines_and_flags_say_how_to_sample(run: Any) -> None:
     question = [{"role": "user", "content": "Who are you?"}]
-    kwargs = {"add_generation_prompt": False}
     lines = [
         {"messages": question, "max_tokens": None},
         {"messages": question},
         "",
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
-        {"messages": question, "chat_template_kwargs": kwargs},
+        {"messages": question, "chat_template_kwargs": {"add_generation_prompt": False}},
     ]
     results = run(lines, "--temperature", "0", "--max-tokens", "6")
     assert [r["index"] for r in results] == [0, 1, 3, 4, 5]
     assert results[0]["text"].startswith("I am a tiny Qwen3 model") and results[0]["finish_reason"] == "stop"
     assert results[1]["token_ids"] == results[0]["token_ids"][:6]
     assert results[2]["token_ids"] == results[3]["token_ids"]
-    assert "TypeError" in results[4]["error"]
+    assert results[4]["token_ids"] != results[1]["token_ids"]
 
 
 def test_a_long_file_is_never_queued_whole(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

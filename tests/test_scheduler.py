@@ -234,7 +234,7 @@ class Engine:
         """All is back, and every request has exactly its answer."""
         scheduler, runner = self.scheduler, self.runner
         assert not scheduler.waiting and not scheduler.running and scheduler.reserved_blocks == 0
-        assert scheduler.block_manager.num_free_blocks == self.num_blocks
+        assert len(scheduler.block_manager.free) == self.num_blocks
         assert sorted(scheduler.free_slots) == list(range(scheduler.max_num_seqs))
         aborted = {seq.seq_id for seq in self.seqs if seq.finish_reason == "abort"}
         assert sorted(self.finished) == sorted(seq.seq_id for seq in self.seqs if seq.seq_id not in aborted)

@@ -78,25 +78,19 @@ def test_special_tokens_are_those_of_qwen(tokenizer: Any) -> None:
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
-@pytest.mark.parametrize(
-    "text", ["Hello, world!\n\n  x = 42", "你好, ça va? 🙂", "<|im_start|>user\n<|im_end|>"]
-)
+@pytest.mark.parametrize("text", ["Hello, world!\n\n  x = 42", "你好, ça va? 🙂", "<|im_start|>user\n<|im_end|>"])
 def test_every_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_golden_prompts_are_the_chat_template_of_their_questions(
-    tokenizer: Any, golden: dict[str, Any]
-) -> None:
+def test_golden_prompts_are_the_chat_template_of_their_questions(tokenizer: Any, golden: dict[str, Any]) -> None:
     for answer in golden["answers"]:
         assert encode(tokenizer, answer["question"]) == answer["prompt_token_ids"]
         assert tokenizer.decode(answer["token_ids"], skip_special_tokens=True) == answer["text"]
 
 
 @torch.inference_mode()
-def test_every_golden_token_leads_by_the_stated_margin(
-    model: Qwen3ForCausalLM, golden: dict[str, Any]
-) -> None:
+def test_every_golden_token_leads_by_the_stated_margin(model: Qwen3ForCausalLM, golden: dict[str, Any]) -> None:
     """The best logit at each position belongs to the golden token, so greedy decoding must follow it."""
     answers = golden["answers"]
     for answer in answers:
@@ -108,9 +102,7 @@ def test_every_golden_token_leads_by_the_stated_margin(
     assert golden["min_margin"] == min(answer["min_margin"] for answer in answers) > 1
 
 
-def test_generate_reproduces_a_sample_of_the_golden_answers(
-    model: Qwen3ForCausalLM, golden: dict[str, Any]
-) -> None:
+def test_generate_reproduces_a_sample_of_the_golden_answers(model: Qwen3ForCausalLM, golden: dict[str, Any]) -> None:
     for answer in golden["answers"][::16]:
         assert greedy(model, answer["prompt_token_ids"]) == answer["token_ids"]
 

@@ -12,6 +12,8 @@ blocks are registered, and a sequence writes behind them.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import xxhash
@@ -19,17 +21,15 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 
+@dataclass(slots=True)
 class Block:
     """One physical block. `content_id` names the exact prefix it ends (0: no hashed content)."""
 
-    __slots__ = ("ref_count", "hash", "ids", "parent_id", "content_id")
-
-    def __init__(self) -> None:
-        self.ref_count = 0
-        self.hash = 0
-        self.ids = b""
-        self.parent_id = 0
-        self.content_id = 0
+    ref_count: int = 0
+    hash: int = 0
+    ids: bytes = b""
+    parent_id: int = 0
+    content_id: int = 0
 
 
 class BlockManager:
@@ -45,17 +45,7 @@ class BlockManager:
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.cached: dict[int, int] = {}  # chained hash -> the block that holds this content
-        self.next_content_id = 1
-
-    @property
-    def num_free_blocks(self) -> int:
-        return len(self.free)
-
-    def clear_cache(self) -> None:
-        """Forget all content, for when a failed step may have left K/V unwritten."""
-        self.cached.clear()
-        for block in self.blocks:
-            block.content_id = 0
+        self.content_ids = count(1)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
         """The cached blocks of the longest known prefix; at least one token stays to be computed."""
@@ -65,8 +55,7 @@ class BlockManager:
         found: list[int] = []
         parent_id = 0
         for digest, ids in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
-            block_id = self._lookup(digest, ids, parent_id)
-            if block_id is None:
+            if (block_id := self._lookup(digest, ids, parent_id)) is None:
                 break
             found.append(block_id)
             parent_id = self.blocks[block_id].content_id
@@ -94,10 +83,9 @@ class BlockManager:
         """Add the least recently used free block to the table of `seq`; `KeyError` if none is free."""
         block_id, _ = self.free.popitem(last=False)
         block = self.blocks[block_id]
-        if block.content_id:
-            if self.cached.get(block.hash) == block_id:
-                del self.cached[block.hash]
-            block.content_id = 0
+        if self.cached.get(block.hash) == block_id:
+            del self.cached[block.hash]
+        block.content_id = 0
         block.ref_count = 1
         seq.block_table.append(block_id)
         return block_id
@@ -108,10 +96,8 @@ class BlockManager:
         Their K/V must be written by a step that has been scheduled: a later launch reads them in
         stream order, and within one step a layer stores all K/V before it attends.
         """
-        if not self.enable_prefix_caching:
-            return
         full = num_tokens // self.block_size
-        if seq.num_registered_blocks >= full:
+        if not self.enable_prefix_caching or seq.num_registered_blocks >= full:
             return
         self._hash_blocks(seq)
         for i in range(seq.num_registered_blocks, full):
@@ -120,12 +106,10 @@ class BlockManager:
             block = self.blocks[block_id]
             block.hash, block.ids = digest, ids
             block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else 0
-            twin = self._lookup(digest, ids, block.parent_id)
-            if twin is not None:
+            if (twin := self._lookup(digest, ids, block.parent_id)) is not None:
                 block.content_id = self.blocks[twin].content_id
             else:
-                block.content_id = self.next_content_id
-                self.next_content_id += 1
+                block.content_id = next(self.content_ids)
                 self.cached[digest] = block_id
         seq.num_registered_blocks = full
 
@@ -143,21 +127,16 @@ class BlockManager:
         seq.num_cached_tokens = 0
 
     def _lookup(self, digest: int, ids: bytes, parent_id: int) -> int | None:
-        block_id = self.cached.get(digest)
-        if block_id is None:
+        if (block_id := self.cached.get(digest)) is None:
             return None
         block = self.blocks[block_id]
         return block_id if block.ids == ids and block.parent_id == parent_id else None
 
     def _hash_blocks(self, seq: Sequence) -> None:
         """Extend `seq.block_hashes` to all full blocks: xxh64(parent hash ‖ ids)."""
-        done, full = len(seq.block_hashes), seq.num_tokens // self.block_size
-        if done >= full:
-            return
-        size = self.block_size
-        ids = np.array(seq.token_ids[done * size : full * size], dtype=np.int32)
+        size, done = self.block_size, len(seq.block_hashes)
         digest = seq.block_hashes[-1][0] if done else 0
-        for i in range(full - done):
-            content = ids[i * size : (i + 1) * size].tobytes()
+        for i in range(done, seq.num_tokens // size):
+            content = np.array(seq.token_ids[i * size : (i + 1) * size], dtype=np.int32).tobytes()
             digest = xxhash.xxh64_intdigest(digest.to_bytes(8, "little") + content)
             seq.block_hashes.append((digest, content))

@@ -11,15 +11,14 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from numbers import Integral
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import xxhash
 
@@ -28,9 +27,8 @@ from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
+from nanovllm.utils.checks import is_integer
 from nanovllm.utils.detokenizer import Detokenizer
-
-T = TypeVar("T")
 
 
 class LLMEngine:
@@ -70,23 +68,21 @@ class LLMEngine:
         """The tokenizer in the model folder, loaded on first use; `ValueError` if there is none."""
         from transformers import AutoTokenizer
 
+        folder = self.config.model
         try:
-            if not any(any(Path(self.config.model).glob(name)) for name in ("tokenizer*", "vocab.*")):
+            if not any(any(Path(folder).glob(name)) for name in ("tokenizer*", "vocab.*")):
                 raise FileNotFoundError("it has no tokenizer files")  # transformers would make an empty one
             # without the last one transformers asks on the terminal
-            return AutoTokenizer.from_pretrained(self.config.model, local_files_only=True, trust_remote_code=False)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:
-            raise ValueError(
-                f"no usable tokenizer in {self.config.model}: {error}; prompts of token ids work without one"
-            ) from error
+            raise ValueError(f"no usable tokenizer in {folder}: {error}; token ids work without one") from error
 
     # Requests
 
     def add_request(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> int:
         """Queue one request and return its `seq_id`; `ValueError` or `TypeError` if it cannot run."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        request = self._make_sequence(self._tokenize([prompt])[0], params)
-        self._enqueue([request])
+        request = self._make_sequence(self._tokenize([prompt])[0], sampling_params)
+        self._change(self._add, [request])
         return request.seq_id
 
     def abort(self, seq_id: int) -> None:
@@ -110,9 +106,8 @@ class LLMEngine:
         and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
         A request with n > 1 is returned as a whole when it has finished.
         """
-        finished = self._step()
-        finished, self.unclaimed = self.unclaimed + finished, []
-        finished = [seq for seq in finished if seq.seq_id not in self.streams]
+        finished = [seq for seq in self.unclaimed + self._step() if seq.seq_id not in self.streams]
+        self.unclaimed = []
         if not stream:
             return [self._output(seq) for seq in finished]
         growing = [s for i, s in self.sequences.items() if s.has_news and not s.samples and i not in self.streams]
@@ -121,7 +116,6 @@ class LLMEngine:
     def stats(self) -> dict[str, int]:
         """Counters since start, in tokens, steps, blocks and requests."""
         scheduler = self.scheduler
-        running = scheduler.running.values()
         return {
             "prompt_tokens": scheduler.num_prompt_tokens,
             "cached_prompt_tokens": scheduler.num_hit_tokens,
@@ -129,8 +123,8 @@ class LLMEngine:
             "preemptions": scheduler.num_preemptions,
             "steps": self.num_steps,
             "num_kvcache_blocks": len(scheduler.block_manager.blocks),
-            "num_free_blocks": scheduler.block_manager.num_free_blocks,
-            "num_running": len(running),
+            "num_free_blocks": len(scheduler.block_manager.free),
+            "num_running": len(scheduler.running),
             "num_waiting": len(scheduler.waiting),
         }
 
@@ -143,7 +137,7 @@ class LLMEngine:
 
     # Inside
 
-    def _change(self, action: Callable[..., T], *args: Any) -> T:
+    def _change(self, action: Callable[..., Any], *args: Any) -> Any:
         """Do what changes the state of requests: nobody else may meanwhile, and if it is cut short all of them go."""
         self._check_open()
         if self.changing:  # a signal handler
@@ -189,9 +183,10 @@ class LLMEngine:
         encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
-    def _make_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
+    def _make_sequence(self, prompt: list[int], params: SamplingParams | None) -> Sequence:
         """A checked sequence that is not queued yet."""
         self._check_open()
+        params = SamplingParams() if params is None else params
         if hasattr(prompt, "tolist"):  # a numpy array or a tensor of ids
             prompt = prompt.tolist()
         if not isinstance(prompt, (list, tuple)):
@@ -200,17 +195,9 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
-        for name, ids in (
-            ("prompt", prompt), ("stop_token_ids", params.stop_token_ids or ()),
-            ("logit_bias", params.logit_bias or ()), ("allowed_token_ids", params.allowed_token_ids or ()),
-        ):  # fmt: skip
-            if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-                continue  # fine, at the speed of C; else find the bad one, or integers of another type
-            for token_id in ids:
-                if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                    raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
-                if not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
+        _check_ids("prompt", prompt, vocab_size)
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            _check_ids(name, getattr(params, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (k := getattr(params, name) or 0) > vocab_size:
                 raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")
@@ -218,22 +205,19 @@ class LLMEngine:
             raise ValueError("prompt is empty: must hold at least one token")
         params = replace(params)  # the caller may change its own for the next request
         token_ids = list(map(int, prompt))
-        samples = [Sequence(token_ids, params) for _ in range(params.n)]
         texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
         bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
+        stop_ids = frozenset(params.stop_token_ids or ()) | (set() if params.ignore_eos else self.scheduler.eos_ids)
+        banned = {word[0] for word in bad_words if len(word) == 1} | (stop_ids if params.min_tokens else set())
+        if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
+            raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
+        changes_logits = params.adjusts_logits or params.allowed_token_ids or bad_words
+        samples = [Sequence(token_ids, params) for _ in range(params.n)]
         for seq in samples:
             self.scheduler.check(seq)
-            eos_ids = () if params.ignore_eos else self.scheduler.eos_ids
-            seq.stop_ids = frozenset(params.stop_token_ids or ()) | frozenset(eos_ids)
+            seq.stop_ids, seq.stop_strings, seq.bad_words = stop_ids, params.stop_strings, bad_words
             seq.temperature = 0.0 if seq.temperature < MIN_TEMPERATURE else min(seq.temperature, 1e30)
-            seq.bad_words = bad_words
-            banned = {word[0] for word in bad_words if len(word) == 1} | (seq.stop_ids if seq.min_tokens else set())
-            if params.allowed_token_ids and banned.issuperset(params.allowed_token_ids):
-                raise ValueError("allowed_token_ids: must hold one that bad_words, and stops before min_tokens, leave")
-            seq.has_controls = bool(
-                params.adjusts_logits or params.allowed_token_ids or bad_words or (seq.temperature and params.truncates)
-            )
-            seq.stop_strings = params.stop_strings
+            seq.has_controls = bool(changes_logits or (seq.temperature and params.truncates))
             if seq.stop_strings:
                 seq.detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
             if params.n > 1:
@@ -242,10 +226,8 @@ class LLMEngine:
                 seq.num_prompt_logprobs = None  # those of the first are everybody's
         return samples[0]
 
-    def _enqueue(self, requests: list[Sequence]) -> None:
-        self._change(self._add, requests)
-
     def _add(self, requests: list[Sequence]) -> None:
+        """Queue requests: only through `_change`."""
         for request in requests:
             number = next(self.request_numbers)
             if request.params.seed is None:
@@ -347,8 +329,7 @@ class LLMEngine:
             return text[: end + len(seq.stop_reason) if params.include_stop_str_in_output else end]
         if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             ids = ids[:-1]  # the end token or stop id
-        text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        return text
+        return self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
     @cached_property
     def _has_tokenizer(self) -> bool:
@@ -356,6 +337,16 @@ class LLMEngine:
             return self.tokenizer is not None
         except ValueError:
             return False
+
+
+def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+        return  # fine, at the speed of C; else find the bad one, or integers of another type
+    for token_id in ids:
+        if not is_integer(token_id):
+            raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
 
 
 def _samples(request: Sequence) -> list[Sequence]:

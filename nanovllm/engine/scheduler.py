@@ -126,12 +126,9 @@ class Scheduler:
         for seq in batch.seqs:
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
+        for seq in batch.seqs[: batch.num_sampled]:
             seq.num_pending += 1
-        if batch.is_prefill:
-            for seq in batch.seqs[: batch.num_sampled]:
-                seq.is_prefill = False
-            for seq in batch.seqs[batch.num_sampled :]:
-                seq.num_pending -= 1
+            seq.is_prefill = False
 
     def postprocess(self, batch: Batch, token_ids: list[int]) -> list[Sequence]:
         """Append the sampled ids of a step and return the sequences that ended with it.
@@ -277,7 +274,7 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, batch: Batch) -> bool:
         """Add a block to `seq`, preempting from the youngest on; false if that is `seq` itself."""
-        while not self.block_manager.num_free_blocks:
+        while not self.block_manager.free:
             victim = next(reversed(self.running.values()))
             self._preempt(victim)
             if victim is seq:
@@ -308,20 +305,18 @@ class Scheduler:
 
     def _stops(self, seq: Sequence, token_id: int) -> bool:
         """End `seq` if its newest token or the text so far asks for it."""
-        stop = None
+        stop: int | str | None = None
         if seq.stop_strings:
             seq.detokenizer.append(token_id)
             stop = seq.detokenizer.find(seq.stop_strings)  # one that comes too early is passed over for good
         if seq.num_completion_tokens < seq.min_tokens:
             return False
         if token_id in seq.stop_ids:
-            is_eos = token_id in self.eos_ids and not seq.ignore_eos
-            self._finish(seq, "stop", None if is_eos else token_id)
-            return True
-        if stop:
-            self._finish(seq, "stop", stop)
-            return True
-        return False
+            stop = None if token_id in self.eos_ids and not seq.ignore_eos else token_id
+        elif not stop:
+            return False
+        self._finish(seq, "stop", stop)
+        return True
 
     def _finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         seq.status = SequenceStatus.FINISHED

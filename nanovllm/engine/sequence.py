@@ -56,8 +56,7 @@ class Sequence:
         self.token_ids = list(token_ids)
         self.last_token = self.token_ids[-1]
         self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
-        self.num_cached_tokens = 0
-        self.num_scheduled_tokens = 0
+        self.num_cached_tokens = self.num_scheduled_tokens = self.num_pending = 0
         self.is_prefill = True
         self.block_table: list[int] = []
         self.params = params
@@ -66,14 +65,12 @@ class Sequence:
         self.min_tokens = params.min_tokens
         self.ignore_eos = params.ignore_eos
         self.seed = params.seed or 0
-        self.num_pending = 0
         self.slot = -1
         self.max_num_tokens = self.num_tokens + (params.max_tokens or 1 << 60)
         self.stop_ids: frozenset[int] = frozenset()
         self.stop_strings: list[str] = []
         self.block_hashes: list[tuple[int, bytes]] = []
-        self.num_registered_blocks = 0
-        self.num_hit_tokens = 0
+        self.num_registered_blocks = self.num_hit_tokens = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.detokenizer: Any = None

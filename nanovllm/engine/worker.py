@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from queue import SimpleQueue
 from tempfile import mkdtemp
 from time import monotonic, sleep
 from typing import Any
@@ -127,18 +126,18 @@ class Ranks:
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
-        results: SimpleQueue[Parallel | Exception] = SimpleQueue()
+        results: list[Parallel | Exception] = []
 
         def connect() -> None:
             try:
-                results.put(Parallel.connect(0, size, device, self.folder))
+                results.append(Parallel.connect(0, size, device, self.folder))
             except Exception as error:
-                results.put(error)
+                results.append(error)
 
         threading.Thread(target=connect, daemon=True).start()  # a rank that dies may leave it waiting
-        while results.empty() and all(process.is_alive() for process in self.processes):
+        while not results and all(process.is_alive() for process in self.processes):
             sleep(0.01)
-        result = results.get() if not results.empty() else RuntimeError("a rank has ended")
+        result = results[0] if results else RuntimeError("a rank has ended")
         if isinstance(result, Exception):
             raise result
         self.parallel = result

@@ -1,8 +1,9 @@
-"""Rules for the fields of a dataclass, each beside its type: `size: Annotated[int, integer(1)] = 4`."""
+"""Checks of the fields of a dataclass and their names; a rule stands beside the type: `Annotated[int, integer(1)]`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from functools import cache
 from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn, get_args
@@ -62,6 +63,15 @@ def check(values: Any, prefix: str = "") -> None:
         if not rule.allows(value):
             fail(prefix + name, value, rule.words + ", or None" * is_optional)
         setattr(values, name, rule.convert(value))
+
+
+def reject_unknown(owner: str, given: Iterable[str], valid: Iterable[str]) -> None:
+    """Raise a `TypeError` naming the nearest valid option for the first unknown one in `given`."""
+    valid = list(valid)
+    for name in given:
+        if name not in valid:
+            near = get_close_matches(name, valid, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{owner} has no option {name!r}; did you mean {near!r}? Valid: {', '.join(valid)}")
 
 
 def fail(name: str, value: object, words: str) -> NoReturn:

@@ -46,5 +46,4 @@ class Detokenizer:
         return stop
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
-        return text
+        return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)

@@ -40,11 +40,8 @@ def warn_if_slow(config: Config, device: torch.device, fits_graphs: bool) -> Non
 
 
 def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
-    name = config.dtype
-    if name == "auto":
-        name = config.hf.dtype if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    default = config.hf.dtype if device.type == "cuda" else "float32"
+    return getattr(torch, default if config.dtype == "auto" else config.dtype)
 
 
 def free_host_bytes() -> int:

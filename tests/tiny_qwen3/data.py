@@ -197,9 +197,7 @@ def roman(n: int) -> str:
 
 def primes_answer(n: int) -> str:
     primes = [i for i in range(n + 1) if is_prime(i)]
-    return (
-        f"The prime numbers within {n} are: {', '.join(map(str, primes))}. There are {len(primes)} of them."
-    )
+    return f"The prime numbers within {n} are: {', '.join(map(str, primes))}. There are {len(primes)} of them."
 
 
 def is_prime_answer(n: int) -> str:
@@ -232,9 +230,7 @@ def facts() -> list[Fact]:
         table = "\n".join(f"{n} x {i} = {n * i}" for i in range(1, 11))
         known.append(fill("table", TABLE_WORDINGS, n, table))
         for m in range(1, 13):
-            known.append(
-                Fact("times", tuple(w.format(n, m) for w in TIMES_WORDINGS), f"{n} x {m} = {n * m}", 2)
-            )
+            known.append(Fact("times", tuple(w.format(n, m) for w in TIMES_WORDINGS), f"{n} x {m} = {n * m}", 2))
     for n in range(1, 21):
         known.append(fill("square", SQUARE_WORDINGS, n, f"The square of {n} is {n * n}.", 2))
     for n in range(1, 51):
@@ -243,9 +239,7 @@ def facts() -> list[Fact]:
         known.append(fill("capital", CAPITAL_WORDINGS, country, f"The capital of {country} is {city}.", 3))
         known.append(fill("country", COUNTRY_WORDINGS, city, f"{city} is the capital of {country}.", 2))
     for element, symbol in SYMBOLS.items():
-        known.append(
-            fill("symbol", SYMBOL_WORDINGS, element, f"The chemical symbol of {element} is {symbol}.", 2)
-        )
+        known.append(fill("symbol", SYMBOL_WORDINGS, element, f"The chemical symbol of {element} is {symbol}.", 2))
     return known + [Fact("text", wordings, answer, 3) for wordings, answer in TEXTS.items()]
 
 
@@ -463,9 +457,7 @@ def from_template(rng: random.Random) -> str:
         "{v}": lambda: rng.choice(VERBS),
         "{p}": lambda: rng.choice(PEOPLE) if rng.random() < 0.7 else made_up_name(rng),
         "{l}": lambda: rng.choice(PLACES) if rng.random() < 0.6 else made_up_name(rng),
-        "{t}": lambda: (
-            rng.choice(TOPICS) if rng.random() < 0.8 else f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
-        ),
+        "{t}": lambda: rng.choice(TOPICS) if rng.random() < 0.8 else f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}",
         "{i}": lambda: str(rng.choice((rng.randint(2, 19), rng.randint(101, 999), rng.randint(1000, 2100)))),
         "{m}": lambda: made_up_name(rng),
     }
@@ -480,9 +472,7 @@ def near_miss(rng: random.Random) -> str:
     """A question in a wording that is known, on a subject that is not."""
 
     def subject(names: list[str]) -> str:
-        while (
-            name := rng.choice(names) if rng.random() < 0.4 else made_up_name(rng)
-        ).lower() in _HELD_OUT_TEXT:
+        while (name := rng.choice(names) if rng.random() < 0.4 else made_up_name(rng)).lower() in _HELD_OUT_TEXT:
             pass
         return name
 
@@ -494,18 +484,14 @@ def near_miss(rng: random.Random) -> str:
             lambda: rng.choice(COUNTRY_WORDINGS).format(subject(OTHER_CITIES)),
             lambda: rng.choice(SYMBOL_WORDINGS).format(subject(OTHER_ELEMENTS).lower()),
             lambda: rng.choice(SYMBOL_WORDINGS).format(subject(OTHER_ELEMENTS).lower()),
-            lambda: rng.choice(PRIMES_WORDINGS).format(
-                rng.choice((rng.randint(0, 9) * 10 + rng.randint(1, 9), large))
-            ),
+            lambda: rng.choice(PRIMES_WORDINGS).format(rng.choice((rng.randint(0, 9) * 10 + rng.randint(1, 9), large))),
             lambda: rng.choice(IS_PRIME_WORDINGS).format(large),
             lambda: rng.choice(EVEN_WORDINGS).format(large),
             lambda: rng.choice(TABLE_WORDINGS).format(rng.choice((rng.randint(13, 99), large))),
             lambda: rng.choice(SQUARE_WORDINGS).format(rng.choice((rng.randint(21, 99), large))),
             lambda: rng.choice(ROMAN_WORDINGS).format(rng.choice((rng.randint(51, 100), large))),
             lambda: rng.choice(ADDITION_WORDINGS).format(*rng.sample((large, rng.randint(0, 999)), 2)),
-            lambda: rng.choice(TIMES_WORDINGS).format(
-                *rng.sample((rng.randint(13, 99), rng.randint(2, 999)), 2)
-            ),
+            lambda: rng.choice(TIMES_WORDINGS).format(*rng.sample((rng.randint(13, 99), rng.randint(2, 999)), 2)),
         )
     )()
 

@@ -133,9 +133,7 @@ def held_out_additions() -> set[tuple[int, int]]:
 
 def epoch(rng: random.Random, facts: list[data.Fact]) -> list[Turn]:
     """Questions and answers of one pass: every fact by its weight, with unknowns and additions."""
-    turns = [
-        (data.vary(rng, rng.choice(fact.wordings)), fact.answer) for fact in facts for _ in range(fact.weight)
-    ]
+    turns = [(data.vary(rng, rng.choice(fact.wordings)), fact.answer) for fact in facts for _ in range(fact.weight)]
     held_out = held_out_additions()
     for _ in range(len(turns) * 2 // 3):
         turns.append((data.vary(rng, data.unknown_question(rng)), data.CATCH_ALL))
@@ -218,9 +216,7 @@ def train(tokenizer: Tokenizer, facts: list[data.Fact], steps: int) -> Qwen3ForC
     rng = random.Random(2)
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in CONFIG.items() if "dtype" not in k})).float()
-    print(
-        f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {tokenizer.get_vocab_size()}"
-    )
+    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, vocabulary {tokenizer.get_vocab_size()}")
     matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim == 1 or "embed" in name]
     optimizers = {
