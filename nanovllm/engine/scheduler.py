@@ -63,10 +63,7 @@ class Scheduler:
         self.eos_ids = frozenset(eos_ids)
         self.reset()
         # Counters since start, for `stats`.
-        self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        self.num_hit_tokens = 0
-        self.num_generated_tokens = 0
+        self.num_preemptions = self.num_prompt_tokens = self.num_hit_tokens = self.num_generated_tokens = 0
         self.patience: float = MANY_PREEMPTIONS
         self.mean_completion: float | None = None
 
@@ -323,8 +320,7 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason = reason, stop_reason
         if reason != "abort":
             self.patience += 0.25
-            mean = self.mean_completion
-            length = seq.num_completion_tokens
+            mean, length = self.mean_completion, seq.num_completion_tokens
             self.mean_completion = length if mean is None else mean + (length - mean) / 32
         if self.waiting.pop(seq.seq_id, None) is not None:
             self.full = False  # the one behind it may fit
