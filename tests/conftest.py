@@ -1,6 +1,7 @@
 """Set-up of all tests: Triton's interpreter where there is no GPU, and small random Qwen3 checkpoints."""
 
 import os
+import signal
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 # small models: more threads only wait for one another
 torch.set_num_threads(1)
+# a shell that starts the tests in the background has Ctrl-C ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from checkpoints import save_random_qwen3

@@ -112,7 +112,11 @@ def test_processors_of_transformers_give_the_same_logits() -> None:
         ]
         for fields, processor in pairs:
             ours = changed(logits, sequence(fields, history, num_prompt=1)).cpu()
-            assert torch.equal(ours, processor(ids, logits[None].clone())[0]), fields
+            theirs = processor(ids, logits[None].clone())[0]
+            assert torch.equal(ours.isinf(), theirs.isinf()), fields
+            # a GPU may round another way than the CPU, on which transformers runs here
+            largest = (ours / theirs - 1).nan_to_num().abs().max()
+            assert largest <= (0 if DEVICE.type == "cpu" else 2e-7), (fields, largest)
 
 
 def test_logits_of_the_step_and_of_rows_without_controls_stay_as_they_are() -> None:

@@ -143,9 +143,9 @@ def few_rows_splits(n: int, k: int, block_n: int = 32) -> int:
     return splits
 
 
-def few_rows_stages(block_m: int, block_n: int, silu: bool, device: torch.device) -> int:
+def few_rows_stages(block_m: int, block_n: int, silu: bool, itemsize: int, device: torch.device) -> int:
     """Tiles on their way to a program, as many as help and as its shared memory holds."""
-    stage = 2 * _BLOCK_K * (block_m + block_n * (2 if silu else 1))
+    stage = itemsize * _BLOCK_K * (block_m + block_n * (2 if silu else 1))
     return min(4 if silu else 5, shared_memory(device) // stage)
 
 
@@ -178,7 +178,7 @@ def _few_rows(
         x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
         m, n, k, eps, int(bool(add)), parts, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
         BLOCK_P=next_power_of_2(parts), SPLITS=splits, NORM=squares is not None, SILU=silu, ADD=add is not None,
-        num_warps=4, num_stages=few_rows_stages(block_m, block_n, silu, x.device), **pdl(x.device),
+        num_warps=4, num_stages=few_rows_stages(block_m, block_n, silu, x.element_size(), x.device), **pdl(x.device),
     )  # fmt: skip
     return new_squares
 
