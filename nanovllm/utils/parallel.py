@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 _c10d: Any = torch._C._distributed_c10d
 CONNECT_TIMEOUT = timedelta(seconds=60)
-# Whether small sums on GPUs go through memory that all ranks can read, instead of NCCL. On two H200s the first engine of
-# a process is faster with it (8B: `batch16` 1.97 s against 2.21, `bench` 8.90 against 9.10). Off: a second engine of the
-# same process, and a killed rank, have not been seen to work with it.
+# Whether small sums on GPUs go through memory that all ranks can read, instead of NCCL. On two H200s the first engine
+# of a process is faster with it (8B: `batch16` 1.97 s against 2.21, `bench` 8.90 against 9.10). Off: a second engine of
+# the same process, and a killed rank, have not been seen to work with it.
 SYMMETRIC_MEMORY = False
 ONE_SHOT_BYTES, TWO_SHOT_BYTES = 1 << 20, 8 << 20
 
