@@ -10,7 +10,14 @@ from torch import Tensor
 
 from nanovllm.kernels.attention_decode import paged_decode_reference
 from nanovllm.kernels.attention_prefill import paged_prefill_reference
-from nanovllm.layers.attention_backend import AttentionBackend, FlashAttentionBackend, TorchBackend, make_backend
+from nanovllm.layers import attention_backend
+from nanovllm.layers.attention_backend import (
+    AttentionBackend,
+    FlashAttentionBackend,
+    TorchBackend,
+    TritonBackend,
+    make_backend,
+)
 from nanovllm.utils.context import Context
 
 # The functions of the package with the parameters that its documentation gives them, as far as they may be used here.
@@ -91,6 +98,38 @@ def test_flash_attn_3_serves_hopper_and_2_the_rest(machine, capability, packages
     machine(capability, *packages)
     backend = make(block_size=16 if version == 3 else 256)
     assert isinstance(backend, FlashAttentionBackend) and backend.version == version
+
+
+@pytest.mark.parametrize(
+    ("capability", "packages", "dtype", "flash_prefill"),
+    [
+        ((9, 0), ("flash_attn_interface",), torch.bfloat16, True),
+        ((9, 0), ("flash_attn_interface",), torch.float16, True),
+        ((9, 0), ("flash_attn_interface",), torch.float32, False),
+        ((9, 0), ("flash_attn",), torch.bfloat16, False),
+        ((8, 0), ("flash_attn_interface",), torch.bfloat16, False),
+    ],
+)
+def test_auto_takes_the_prefill_of_flash_attn_3_where_it_fits(machine, capability, packages, dtype, flash_prefill):
+    machine(capability, *packages)
+    for name in ("auto", "triton"):
+        backend = make(dtype, 16, name)
+        assert isinstance(backend, TritonBackend)
+        of = backend.prefill.__self__
+        assert isinstance(of, FlashAttentionBackend) == (flash_prefill and name == "auto")
+        assert backend.decode.__self__ is backend
+
+
+def test_auto_does_without_a_flash_attn_that_is_broken(machine, monkeypatch):
+    machine((9, 0), "flash_attn_interface")
+
+    def fail(name: str):
+        raise ImportError(f"{name}: undefined symbol")
+
+    monkeypatch.setattr(attention_backend, "import_module", fail)
+    assert make(name="auto").prefill.__self__.__class__ is TritonBackend
+    with pytest.raises(ImportError, match="undefined symbol"):
+        make()
 
 
 def test_what_flash_attn_cannot_serve_is_refused_with_the_field(machine):

@@ -5,6 +5,7 @@ give the same result within rounding, and one whose decode needs more of the hos
 """
 
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -176,10 +177,11 @@ class FlashAttentionBackend(AttentionBackend):
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
-    """The backend `name`; "auto" is "triton" on a GPU and "torch" on a CPU. `ValueError` if it cannot serve.
+    """The backend `name`; `ValueError` if it cannot serve.
 
-    On an H200 our kernels decode at 4.41 TB/s, flash-attn 3 at 4.25; in prefill they reach 484 TFLOP/s
-    (2 x 8000 tokens), flash-attn 2 339 and flash-attn 3 683.
+    "auto" is "torch" on a CPU and "triton" on a GPU, with the prefill of flash-attn 3 where that is installed and fits.
+    Measured on an H200, of our kernels, flash-attn 3 and 2: decode of 256 x 1000 tokens 242, 261 and 353 us, prefill of
+    2 x 8000 tokens 1,142, 795 and 1,785 us (16 heads of 128, 8 of K/V, blocks of 256).
     """
     if name == "torch" or (name == "auto" and device.type == "cpu"):
         return TorchBackend()
@@ -190,11 +192,17 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    has_version_3 = capability[0] == 9 and find_spec("flash_attn_interface") is not None  # it is for Hopper
     if name in ("auto", "triton"):
-        return TritonBackend()
-    if dtype not in (torch.bfloat16, torch.float16):
+        backend = TritonBackend()
+        if name == "auto" and is_half and has_version_3:
+            with suppress(ImportError):  # of a broken installation, which was not asked for
+                backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
+        return backend
+    if not is_half:
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
-    if capability[0] == 9 and find_spec("flash_attn_interface"):  # version 3 is for Hopper
+    if has_version_3:
         return FlashAttentionBackend(3)
     if not find_spec("flash_attn"):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
