@@ -287,6 +287,7 @@ def use(llm: LLM, expected: list[int], crowded: bool, calls: list[Any]) -> None:
             break
         for output in llm.step():
             check(output)
+    assert llm.step() == []  # does what an abort that was interrupted has left
     assert_empty(llm)
     try:
         (output,) = run(llm, FAMILY[:50])
