@@ -135,6 +135,8 @@ def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[s
                         first_token.append(time.perf_counter() - start)
                     launched = True
             seconds.append(time.perf_counter() - start)
+            if len(first_token) < len(seconds):  # all was one step
+                first_token.append(seconds[-1])
             after = llm.stats()
         best = min(range(len(seconds)), key=lambda i: seconds[i] if i or not args.repeats else float("inf"))
         generated = after["generated_tokens"] - before["generated_tokens"]
@@ -341,6 +343,11 @@ def main() -> None:
         parser.error("pictures need matplotlib: pip install 'nanovllm[plot]'")
     if args.plot and "nanovllm" not in engines:
         parser.error("--plot draws runs of nanovllm: --engine must name it")
+    if args.repeats < 0:
+        parser.error(f"--repeats {args.repeats}: must be at least 0")
+    for file in (args.json, args.plot):  # not only after all runs
+        if file and not Path(file).parent.is_dir():
+            parser.error(f"{file}: there is no such folder")
     if args.figure:
         if len(args.figure) == 1:
             parser.error("--figure needs the file to draw and at least one of results")
@@ -354,7 +361,9 @@ def main() -> None:
             Path(folder, "config.json").write_text(json.dumps({**COMMON, **SHAPES[args.model]}))
         if not Path(model, "config.json").is_file():
             parser.error(f"--model {model}: must be a folder with a config.json, or any of {', '.join(SHAPES)}")
-        vocab = min(10000, json.loads(Path(model, "config.json").read_text())["vocab_size"] - 1)
+        config = json.loads(Path(model, "config.json").read_text())
+        vocab = min(10000, config["vocab_size"] - 1)
+        max_model_len = min(args.max_model_len, config["max_position_embeddings"])
         table = workloads(args.seqs, args.length, vocab, args.seed)
         if not args.input_len and (args.num_seqs or args.output_len):
             parser.error("--num-seqs and --output-len describe a workload of its own: they need --input-len")
@@ -370,6 +379,9 @@ def main() -> None:
         print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
         for name in chosen:
             work = table[name]()
+            longest = max(len(prompt) + n for prompt, n in zip(work.prompts, work.outputs))
+            if longest > max_model_len:  # completions would be cut off, and the times those of less work
+                parser.error(f"{name} needs {longest} tokens: must be at most {max_model_len}, see --max-model-len")
             for engine in engines:
                 r = ENGINES[engine](work, args, model)
                 if samples := r.pop("samples", None):

@@ -5,6 +5,7 @@ index and a hash of its input line, so the complete lines of the output are all 
 """
 
 import argparse
+import fcntl
 import inspect
 import json
 import re
@@ -34,7 +35,7 @@ _INPUT_KEYS = {"prompt", "messages", "chat_template_kwargs"} | _SAMPLING
 def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
     """Run every line of INPUT and append its result to OUTPUT as soon as it has ended. Started again after a
     crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result. An OUTPUT
-    with results of other lines is refused.
+    with results of other lines, or that another run is writing, is refused.
 
     An input line is a JSON object: "prompt" (a string or token ids) or "messages" (and "chat_template_kwargs"),
     fields of SamplingParams, and anything else, which is copied to the result. So a misspelled field is not
@@ -45,6 +46,12 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
     """
     SamplingParams(**sampling)
     with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
+        try:
+            fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{args.output}: another run is writing to it") from None
+        except OSError:  # some network file systems have no locks
+            pass
         hashes, done = array("I"), bytearray()
         for line in lines:
             hashes.append(crc32(line.strip()))
@@ -108,8 +115,9 @@ def answer(
             except Exception as error:  # tokenizers and chat templates raise what they like
                 batch.append({**result, "error": f"{type(error).__name__}: {error}"})
         for output in llm.step():
-            result = added.pop(output.pop("seq_id"))
-            del output["prompt_token_ids"]
+            result = added.pop(output["seq_id"])
+            for part in (output, *output.get("samples", ())):
+                del part["seq_id"], part["prompt_token_ids"]
             batch.append({**result, **output})
         yield batch
 
@@ -148,7 +156,9 @@ def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, 
     with LLM(args.model, **options) as llm:
         while True:
             try:
-                messages.append({"role": "user", "content": input("> ")})
+                if not (question := input("> ").strip()):
+                    continue
+                messages.append({"role": "user", "content": question})
                 [prompt] = llm.chat_prompts([messages], args.chat_template_kwargs)
                 messages.append({"role": "assistant", "content": ""})
                 for piece in llm.stream(prompt, params):

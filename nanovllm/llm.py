@@ -75,6 +75,10 @@ class LLM(LLMEngine):
             is_list = isinstance(chat, (list, tuple)) and bool(chat)
             if not is_list or not all(isinstance(message, dict) and "role" in message for message in chat):
                 raise TypeError(f"conversation {i} is {chat!r}: must be a list of role/content dicts, not empty")
+            for message in chat:  # templates make an empty text, or Python's repr, of anything else
+                content = message.get("content")
+                if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+                    raise TypeError(f"conversation {i} has content={content!r}: must be a string")
         options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
         return self._tokenize(texts, special_tokens=False)

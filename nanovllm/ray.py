@@ -101,9 +101,15 @@ class LLMActor:
                 [prompt] = self.llm.chat_prompts([chat], self.template_options)
             elif isinstance(prompt, str):
                 prompt = self.llm.tokenizer.encode(prompt)
-            return prompt, replace(self.params, **{name: value for name, value in row.items() if value is not None})
+            given = {name: _whole(value) for name, value in row.items() if value is not None}
+            return prompt, replace(self.params, **given)
         except Exception as error:  # whatever a template or a tokenizer raises must not end the job
             return ValueError(str(error))
+
+
+def _whole(value: Any) -> Any:
+    """pandas makes floats of a column of integers and nulls."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def generate(

@@ -17,9 +17,9 @@ import example  # noqa: E402
 
 @pytest.fixture
 def run_bench(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(*flags: str) -> None:
-        sizes = ["--num-seqs", "4", "--input-len", "24", "--output-len", "6", "--model", tiny_model, "--device", "cpu"]
-        monkeypatch.setattr(sys, "argv", ["bench.py", *flags, *sizes])
+    def run(*flags: str, output_len: int = 6) -> None:
+        sizes = ["--num-seqs", "4", "--input-len", "24", "--output-len", str(output_len)]
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags, *sizes, "--model", tiny_model, "--device", "cpu"])
         bench.main()
 
     return run
@@ -46,6 +46,30 @@ def test_engines_run_the_same_workload_and_are_printed_in_one_table(
         assert r["output_tok_s"] * r["seconds"] == pytest.approx(24)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[-2:]] == [["24->6", "nanovllm"], ["24->6", "transformers"]]
+
+
+def test_a_workload_of_one_step_has_a_prefill_speed(run_bench: Any, tmp_path: Path) -> None:
+    run_bench("--json", str(tmp_path / "results.json"), output_len=1)
+    [result] = json.loads((tmp_path / "results.json").read_text())
+    assert result["steps"] == 1 and result["prefill_tok_s"] * result["seconds"] == pytest.approx(4 * 24)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--repeats", "-1"], "--repeats -1: must be at least 0"),
+        (["--json", "/no/results.json"], "/no/results.json: there is no such folder"),
+        (["--plot", "/no/run.png"], "/no/run.png: there is no such folder"),
+        (["--max-model-len", "29"], "24->6 needs 30 tokens: must be at most 29"),
+    ],
+)
+def test_bench_refuses_what_it_could_not_run_or_write_before_any_run(
+    run_bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any, flags: list[str], message: str
+) -> None:
+    monkeypatch.setitem(bench.ENGINES, "nanovllm", None)
+    with pytest.raises(SystemExit):
+        run_bench(*flags)
+    assert message in capsys.readouterr().err
 
 
 def test_a_peer_is_given_the_workload_through_its_public_interface(

@@ -359,7 +359,7 @@ def test_taking_a_block_from_the_middle_of_the_free_list_costs_no_search() -> No
     compute(manager, list(range(100_000)))
     for i in range(2000):
         remember(manager, [i] * SIZE)
-    start = time.perf_counter()
+    start = time.process_time()  # other processes must not count
     seqs = [compute(manager, [i] * (SIZE + 1)) for i in range(2000)]
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert all(seq.num_cached_tokens == SIZE for seq in seqs)

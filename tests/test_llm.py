@@ -926,6 +926,23 @@ def test_the_prompts_of_conversations_can_be_had_for_other_calls(tiny: LLM) -> N
         tiny.chat_prompts([[user("hello")], "Hi"])  # type: ignore[list-item]
 
 
+@pytest.mark.parametrize("content", [None, 5, [], [{"type": "text", "text": "hello"}], {}])
+def test_content_that_a_template_would_not_take_as_it_is_is_refused(tiny: LLM, content: Any) -> None:
+    with pytest.raises(TypeError, match=r"conversation 1 has content=.*: must be a string"):
+        tiny.chat_prompts([[user("hello")], [user("hello"), user(content)]])
+    with pytest.raises(TypeError, match="content=None"):
+        tiny.chat([{"role": "user", "contents": "hello"}])
+
+
+def test_a_message_that_only_calls_tools_needs_no_content(tiny: LLM) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    for message in (
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ):
+        assert tiny.chat_prompts([[user("hello"), message]])
+
+
 def test_chat_takes_parameters_for_each_conversation(tiny: LLM) -> None:
     outputs = tiny.chat([[user("hello")], [user("hello")]], [greedy(2), greedy(5)], use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [2, 5]

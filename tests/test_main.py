@@ -1,5 +1,6 @@
 """`python -m nanovllm`: batch files, also after a crash, and the conversation in the terminal."""
 
+import fcntl
 import json
 import os
 import signal
@@ -128,6 +129,28 @@ def test_an_output_of_another_input_is_refused_before_any_work(run: Any, monkeyp
     assert run.output.read_bytes().startswith(b"".join(results))
 
 
+def test_an_output_that_another_run_is_writing_is_refused(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run([{"prompt": "Hi", "max_tokens": 1}])
+    written = run.output.read_bytes()
+    with run.output.open("rb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match=r"out\.jsonl: another run is writing to it"):
+            run([{"prompt": "Hi", "max_tokens": 1}, {"prompt": "Ho", "max_tokens": 1}])
+    assert run.output.read_bytes() == written
+
+    def flock(*_: Any) -> None:
+        raise OSError("No locks available")  # as on some network file systems
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert len(run([{"prompt": "Hi", "max_tokens": 1}, {"prompt": "Ho", "max_tokens": 1}])) == 2
+
+
+def test_samples_do_not_repeat_the_prompt(run: Any) -> None:
+    [result] = run([{"prompt": "Hi", "n": 3, "max_tokens": 2}])
+    keys = {"text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens"}
+    assert [set(sample) for sample in result["samples"]] == [keys] * 3
+
+
 BAD = {
     "{": "JSONDecodeError",
     "[1]": "ValueError: [1]: must be a JSON object",
@@ -251,6 +274,8 @@ def test_a_conversation_goes_on_after_ctrl_c_and_ends_at_ctrl_d(tiny_model: str)
         process.stdin.flush()
 
     read("> ")
+    ask(" ")
+    assert read("> ") == "> ", "an empty line asks nothing"
     ask("Please introduce yourself.")
     assert "trained from scratch" in read("> ")
     ask("list all prime numbers within 100")

@@ -71,13 +71,18 @@ def test_the_script_of_the_readme_answers_as_one_call_of_generate(
     script = re.search(r"<!-- ray script -->\s*```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.S)
     assert script
     (tmp_path / "batch.py").write_text(script[1], "utf-8")
-    rows = make_rows()
+    rows = [{**row, "id": f"{row['id']:03}"} for row in make_rows()]  # text that looks like a number
+    bad = {"id": "500", "prompt": [5], "max_tokens": None, "temperature": -1}  # so others have no temperature
     source, target = tmp_path / "in.jsonl", tmp_path / "out"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, bad]), "utf-8")
     options = f"--num-engines 2 --device cpu --address {cluster}"
     command = [sys.executable, "batch.py", tiny_model, str(source), str(target), *options.split()]
     subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
-    assert answers(pq.read_table(target).to_pylist()) == expected(tiny_model, rows)
+    results = pq.read_table(target).to_pylist()
+    assert answers(results) == expected(tiny_model, rows)
+    assert [(row["id"], row["error"]) for row in results if row["error"]] == [
+        ("500", "SamplingParams.temperature=-1: must be a finite number >= 0")
+    ]
 
 
 def test_a_killed_engine_and_a_bad_row_cost_no_other_row(
@@ -166,6 +171,13 @@ def test_prompts_conversations_and_sampling_columns(actor: LLMActor) -> None:
     assert errors[:4] == [None, None, *["a row needs a `prompt` or `messages`, and not both"] * 2]
     assert "max_tokens=0" in errors[4]
     assert "prompt is empty" in errors[5]
+
+
+def test_integers_that_pandas_has_made_floats_of_are_taken(actor: LLMActor) -> None:
+    whole, odd = {"prompt": "Hello", "max_tokens": 3.0, "top_k": 5.0, "seed": 7.0}, {"prompt": "Hello", "top_k": 1.5}
+    [[answered, refused]] = call(actor, [whole, {**dict.fromkeys(whole), **odd}])
+    assert answered["error"] is None and len(answered["token_ids"]) == 3
+    assert "SamplingParams.top_k=1.5: must be an integer" in refused["error"]
 
 
 def test_samples_and_log_probabilities_are_columns_where_a_row_asks_for_them(actor: LLMActor) -> None:

@@ -66,12 +66,12 @@ def check(values: Any, prefix: str = "") -> None:
 
 
 def reject_unknown(owner: str, given: Iterable[str], valid: Iterable[str]) -> None:
-    """Raise a `TypeError` naming the nearest valid option for the first unknown one in `given`."""
+    """Raise a `TypeError` for the first unknown option in `given`, naming the valid one that it looks like, if any."""
     valid = list(valid)
     for name in given:
         if name not in valid:
-            near = get_close_matches(name, valid, n=1, cutoff=0.0)[0]
-            raise TypeError(f"{owner} has no option {name!r}; did you mean {near!r}? Valid: {', '.join(valid)}")
+            near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, valid, n=1, cutoff=0.55))
+            raise TypeError(f"{owner} has no option {name!r}{near or '.'} Valid: {', '.join(valid)}")
 
 
 def fail(name: str, value: object, words: str) -> NoReturn:
