@@ -64,12 +64,13 @@ class LLM(LLMEngine):
         is_list = isinstance(messages, (list, tuple))
         several = is_list and (not messages or isinstance(messages[0], (list, tuple)))
         conversations: list[Any] = messages if several else [messages]
-        options = {"add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
-        return self._run(self.chat_prompts(conversations, options), sampling_params, use_tqdm)
+        prompts = self.chat_prompts(conversations, chat_template_kwargs, add_generation_prompt)
+        return self._run(prompts, sampling_params, use_tqdm)
 
     def chat_prompts(
-        self, conversations: list[list[Message]], chat_template_kwargs: dict[str, Any] | None = None
-    ) -> list[list[int]]:
+        self, conversations: list[list[Message]], chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[list[int]]:  # fmt: skip
         """The prompts that `chat` makes of conversations, as `stream` and `add_request` take them."""
         for i, chat in enumerate(conversations):
             is_list = isinstance(chat, (list, tuple)) and bool(chat)
@@ -79,7 +80,10 @@ class LLM(LLMEngine):
                 content = message.get("content")
                 if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
                     raise TypeError(f"conversation {i} has content={content!r}: must be a string")
-        options = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        given = {} if chat_template_kwargs is None else chat_template_kwargs
+        if not isinstance(given, dict) or "tokenize" in given:
+            raise TypeError(f"chat_template_kwargs={given!r}: must be a dict of variables of the template")
+        options = {"add_generation_prompt": add_generation_prompt, **given}
         texts = [self.tokenizer.apply_chat_template(chat, tokenize=False, **options) for chat in conversations]
         return self._tokenize(texts, special_tokens=False)
 

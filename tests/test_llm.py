@@ -914,6 +914,24 @@ def test_chat_passes_keywords_to_the_template(tiny_copy: Path) -> None:
     assert texts == ["hello", "hello<think></think>"]
 
 
+@pytest.mark.parametrize("options", ["x", 3, ["a"], {"tokenize": True}])
+def test_variables_of_the_template_that_are_none_are_refused(tiny: LLM, options: Any) -> None:
+    with pytest.raises(TypeError, match=r"chat_template_kwargs=.*: must be a dict of variables of the template"):
+        tiny.chat([user("hello")], chat_template_kwargs=options)
+
+
+def test_a_prompt_that_is_too_long_gives_an_error_and_no_warning(tiny_copy: Path) -> None:
+    script = f"""
+from nanovllm import LLM
+try:
+    LLM({str(tiny_copy)!r}, device="cpu").generate("hello " * 5000)
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "must be at most" in done.stdout and done.stderr == ""
+
+
 def test_the_prompts_of_conversations_can_be_had_for_other_calls(tiny: LLM) -> None:
     conversations = [[user("hello")], [user("introduce yourself")]]
     prompts = tiny.chat_prompts(conversations)

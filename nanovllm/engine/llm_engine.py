@@ -180,7 +180,9 @@ class LLMEngine:
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, str) and (found := SURROGATE.search(prompt)):
                 raise ValueError(f"prompt {i} holds {found[0]!r} at {found.start()}: must not have a lone surrogate")
-        encoded = iter(self.tokenizer(texts, add_special_tokens=special_tokens)["input_ids"] if texts else ())
+        # verbose: warnings of prompts that are too long, which are refused
+        options = {"add_special_tokens": special_tokens, "verbose": False}
+        encoded = iter(self.tokenizer(texts, **options)["input_ids"] if texts else ())
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def _make_sequence(self, prompt: list[int], params: SamplingParams | None) -> Sequence:
