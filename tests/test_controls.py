@@ -137,16 +137,40 @@ def test_logits_of_the_step_and_of_rows_without_controls_stay_as_they_are() -> N
     assert both.history[0, : len(PROMPT + OUTPUT) + 1].tolist() == [*PROMPT, *OUTPUT, ids[1]]
 
 
-def test_a_rehearsal_truncates_such_tensors_as_a_step_does(monkeypatch: Any) -> None:
+def test_a_rehearsal_truncates_and_samples_such_tensors_as_a_step_does(monkeypatch: Any) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr(controls, "truncate", lambda x, *a: calls.append((x.stride(), *(v.dtype for v in (x, *a)))))
+
+    def watch(name: str, kernel: Any) -> None:
+        def call(x: torch.Tensor, *args: torch.Tensor) -> Any:
+            calls.append((name, x.stride(), *(v.dtype for v in (x, *args))))
+            return kernel(x, *args)
+
+        monkeypatch.setattr(controls, name, call)
+
+    watch("truncate", controls.truncate)
+    watch("sample", controls.sample)
     rows = Controls(Slots(4, 4, DEVICE), Parallel(), V, 50)
     rows.rehearse(torch.bfloat16)
     seqs = [sequence({"top_k": 3}), sequence({"top_p": 0.5, "presence_penalty": 1.0})]
     rows.load(plan_controls(seqs, prefill=True))
     logits, ids = torch.randn(2, V, device=DEVICE).bfloat16(), torch.zeros(2, device=DEVICE).long()
     rows.resample(logits, ids, [len(seq) for seq in seqs])
-    assert calls[:2] == calls[2:] and calls[0] != calls[1]
+    assert len(calls) == 8 and calls[:4] == calls[4:] and calls[:2] != calls[2:4]
+
+
+def test_the_memory_of_controls_includes_what_truncation_collects(monkeypatch: Any) -> None:
+    """Which is more than the logits if the vocabulary is small."""
+    sizes: list[int] = []
+    new_empty = torch.Tensor.new_empty
+
+    def record(x: torch.Tensor, *size: int, **options: Any) -> torch.Tensor:
+        sizes.append(math.prod(size) * x.element_size())
+        return new_empty(x, *size, **options)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", record)
+    off = torch.zeros(128, device=DEVICE)
+    truncate_triton(torch.zeros(128, V, device=DEVICE), off, off.int(), off, off)
+    assert sum(sizes) + 128 * V * (2 + 4) <= Controls(Slots(128, 4, DEVICE), Parallel(), V, 50).num_bytes
 
 
 def test_numbers_are_added_in_full_precision_to_logits_of_half() -> None:

@@ -1093,6 +1093,16 @@ def test_step_leaves_the_request_of_a_stream_to_the_stream(tiny: LLM) -> None:
     assert text + "".join(piece["text"] for piece in stream) == TEXT
 
 
+def test_step_does_not_return_a_stream_that_is_closed_meanwhile(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = tiny.stream(PROMPT, greedy(2))
+    next(stream)
+    run(tiny, [PROMPT], greedy(4))  # meets the end of the stream, too
+    assert len(tiny.unclaimed) == 1
+    step = tiny._step
+    monkeypatch.setattr(tiny, "_step", lambda: (stream.close(), step())[1])  # as a signal handler may
+    assert tiny.step() == [] and tiny.is_finished()
+
+
 def test_a_stream_without_detokenization_has_no_text_although_stop_strings_are_found(tiny: LLM) -> None:
     pieces = list(tiny.stream(PROMPT, greedy(300, detokenize=False, stop="scratch")))
     assert {piece["text"] for piece in pieces} == {""} and pieces[-1]["stop_reason"] == "scratch"

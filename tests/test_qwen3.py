@@ -13,6 +13,9 @@ import transformers
 from checkpoints import save_random_qwen3
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import linear
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.utils.parallel import Parallel
 
 TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 EOS = 1
@@ -336,3 +339,64 @@ def test_golden_answers_of_the_trained_model_come_out_exactly(tiny_model: str, o
     assert tokens_of(outputs) == [answer["token_ids"] for answer in golden]
     assert [output["text"] for output in outputs] == [answer["text"] for answer in golden]
     assert {output["finish_reason"] for output in outputs} == {"stop"}
+
+
+# The kernels of `kernels/linear.py` are for GPUs; here the interpreter runs them inside of a model.
+
+
+@pytest.fixture
+def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+        (n, k), rows = weight.shape, x.shape[0]
+        return bias is None and rows <= 64 and (rows == 1 or (n % 64 == 0 and k % 128 == 0))
+
+    monkeypatch.setattr(linear, "_fits", fits)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize(("intermediate_size", "known"), [(256, 3), (160, 2)])
+def test_norms_from_sums_of_squares_give_the_log_probabilities_of_plain_norms(
+    intermediate_size: int, known: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 70, 6, 2 and 1 rows; 160: the product after the activation is none of ours, its sums are unknown."""
+    shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = save_random_qwen3(tmp_path, vocab_size=64, intermediate_size=intermediate_size, **shape)
+    prompts = [list(range(2, 7)), [9], [i % 60 + 2 for i in range(70)]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=0) for n in (2, 4, 1)]
+
+    def answers() -> list[Any]:
+        with engine(folder) as llm:
+            return [llm.generate(p, s, use_tqdm=False) for p, s in ((prompts[:2], params[:2]), (prompts[2], params[2]))]
+
+    expected = answers()
+    request.getfixturevalue("few_rows_everywhere")
+    steps: list[list[bool]] = []
+    product = linear.norm_linear_triton
+
+    def watch(x: torch.Tensor, squares: torch.Tensor | None, *args: Any) -> torch.Tensor:
+        if squares is not None:
+            assert torch.allclose(squares.sum(1), x.square().sum(1), rtol=1e-4)
+        steps.append([len(x), squares is not None])
+        return product(x, squares, *args)
+
+    monkeypatch.setattr(linear, "norm_linear_triton", watch)
+    for ours, theirs in zip(answers(), expected):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a["token_ids"] == b["token_ids"]
+            for x, y in zip(a["logprobs"], b["logprobs"]):
+                assert x == pytest.approx(y, abs=1e-3)
+    assert {rows for rows, _ in steps} == {6, 2, 1}
+    assert sum(has for rows, has in steps if rows == 6) == known and not any(has for rows, has in steps if rows == 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+def test_squares_of_one_rank_are_not_taken_for_those_of_the_sum(
+    few_rows_everywhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Parallel, "all_reduce", lambda self, x: 3 * x)
+    factory = {"dtype": torch.float32, "device": torch.device("cpu")}
+    for rank, size, known in ((0, 1, True), (0, 2, False), (1, 2, False)):
+        layer = RowParallelLinear(256, 64, (128 * rank, 256 // size), False, Parallel(rank, size), **factory)
+        stream = layer(torch.randn(2, 256 // size), residual := torch.ones(2, 64))
+        assert (stream.squares is not None) == known
+        assert torch.equal(stream.x, residual if known else 3 * residual)

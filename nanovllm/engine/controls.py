@@ -73,16 +73,19 @@ class Controls:
     def num_bytes(self) -> int:
         """Most device memory that controls can take."""
         num_slots, length = len(self.slots.seeds), self.max_model_len
-        # rows, their copies in fp32, counts; and what is computed for each position
-        return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (12 * self.vocab_size + 56 * length)
+        # rows, their copies in fp32, then counts or what truncation collects; and what is computed for each position
+        vocab = 8 * self.vocab_size + max(4 * self.vocab_size, 1 << 18)
+        return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (vocab + 56 * length)
 
     def rehearse(self, dtype: torch.dtype) -> None:
-        """Call the kernel that only rows with controls need, as for logits of `dtype` and for adjusted ones."""
+        """Call the kernels of rows with controls, as for logits of `dtype` and for adjusted ones."""
         one = torch.ones(2, device=self.slots.seeds.device)
+        seeds, lens = one.long(), one.int()
         width = self.parallel.share(self.vocab_size) * self.parallel.size
         logits = one.new_zeros(2, width, dtype=dtype)[:, : self.vocab_size]
         for x in (logits, logits.float()):
-            truncate(x, one, one.int(), one, one)
+            truncate(x, one, lens, one, one)
+            sample(x, one, seeds, lens)
 
     def load(self, plan: Plan) -> None:
         """Upload what the next calls of `resample` need."""

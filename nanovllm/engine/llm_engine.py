@@ -106,7 +106,8 @@ class LLMEngine:
         and `token_ids`; `finish_reason` is `None` but in the last one, which has the other keys of an output too.
         A request with n > 1 is returned as a whole when it has finished.
         """
-        finished = [seq for seq in self.unclaimed + self._step() if seq.seq_id not in self.streams]
+        finished = self._step()  # first: a stream that is closed meanwhile takes its own out of `unclaimed`
+        finished = [seq for seq in self.unclaimed + finished if seq.seq_id not in self.streams]
         self.unclaimed = []
         if not stream:
             return [self._output(seq) for seq in finished]

@@ -110,8 +110,9 @@ def pdl(device: torch.device) -> dict[str, bool]:
 @functools.lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may have on it."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return int(properties.shared_memory_per_block_optin) if properties else 99 << 10
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    # torch 2.6 does not say: what every GPU has from Ampere on
+    return int(getattr(properties, "shared_memory_per_block_optin", 99 << 10))
 
 
 def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:

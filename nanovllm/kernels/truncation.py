@@ -212,7 +212,8 @@ def _truncate_kernel(
         target = p * total
         # all logits below this weigh less than 1 - p together
         least = top + (fast_log2(1.0 - p) - fast_log2(vocab * 1.0)) / scale
-        lower = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT) - 1, lower)
+        # one less: sums of another order than those so far may miss the target by rounding
+        lower = tl.maximum(_unit(tl.maximum(least, threshold), SHIFT), lower) - 1
         unit, above, alone = _search(source, n, lower, upper, w_upper, target, top, scale, SHIFT, LANES)
         cut = _value(unit, SHIFT)
         if cut >= threshold:

@@ -1,11 +1,15 @@
 """Products of few rows, with norm, activation and residual, against their references."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from common import DEVICE, DTYPES, assert_close, randn
 
+from nanovllm.kernels._triton import shared_memory
 from nanovllm.kernels.linear import (
     few_rows_splits,
+    few_rows_stages,
     linear_add,
     linear_add_reference,
     linear_add_triton,
@@ -77,6 +81,16 @@ def test_whatever_is_chosen_equals_the_reference(rows, k, n, bias, dtype):
 @pytest.mark.parametrize("k", [128, 384, 1024, 2048, 3072, 12288])
 def test_splits_divide_the_inner_dimension(n, k):
     assert k % (few_rows_splits(n, k) * 128) == 0
+
+
+@pytest.mark.parametrize("properties", [{"shared_memory_per_block_optin": 101376}, {}], ids=["", "torch 2.6"])
+def test_tiles_fit_the_shared_memory_also_where_torch_does_not_tell_it(properties, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    shared_memory.cache_clear()
+    cases = [(m, n, silu) for m in (16, 64) for n, silu in ((32, False), (32, True), (64, False))]
+    stages = [few_rows_stages(m, n, silu, 2, torch.device("cuda")) for m, n, silu in cases]
+    shared_memory.cache_clear()
+    assert stages == [5, 4, 4, 4, 3, 3]
 
 
 def test_sums_are_in_a_fixed_order():

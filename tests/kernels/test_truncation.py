@@ -80,6 +80,23 @@ def test_the_kernel_agrees_where_candidates_fit_and_where_they_do_not(dtype, k, 
     assert torch.equal(out, ref)
 
 
+def test_ties_stay_whose_share_is_top_p_within_rounding():
+    """Of too many to be collected: the sums that choose the interval and those that search it differ in their order."""
+    g = torch.Generator().manual_seed(13)
+    x = (torch.randn(20, 128, generator=g) * 0.5 - 2).clamp(max=1.5)
+    x[:, :16] = 2.0
+    for _ in range(12):
+        i, j = (int(torch.randint(0, n, (1,), generator=g)) for n in (20, 16))
+        x[i, j] = 2.05 + 2 * torch.rand(1, generator=g).item()
+    x[3, 5] = 4.0
+    logits = x.view(1, -1).bfloat16()
+    weights = ((logits.double() - 4) / 0.7).exp()
+    share = (weights[logits >= 2].sum() / weights.sum()).float()
+    p = torch.stack([share, share.nextafter(torch.tensor(1.0))])
+    out = cut(truncate_triton, logits.expand(2, -1), top_p=p, temperature=0.7, config=(16, 1))
+    assert (out.isfinite().sum(1) >= 320).all()
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="a vocabulary of this size is for a GPU")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [151936, 151001])
