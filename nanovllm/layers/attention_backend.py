@@ -197,7 +197,7 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if name in ("auto", "triton"):
         backend = TritonBackend()
         if name == "auto" and is_half and has_version_3:
-            with suppress(ImportError):  # of a broken installation, which was not asked for
+            with suppress(ImportError, OSError, AttributeError):  # of a broken installation, which nobody asked for
                 backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
         return backend
     if not is_half:

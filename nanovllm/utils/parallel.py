@@ -34,7 +34,7 @@ class Parallel:
     """Rank `rank` of `size`; the default is a group of one, where collectives do nothing.
 
     buffer: memory that all ranks can read, known to them by `name`; pads: of each rank, the flags they wait for in it.
-    named: the group that torch finds by `name`, as long as somebody holds it.
+    named, store: the group that torch finds by `name`, and its store, as long as somebody holds them.
     """
 
     rank: int = 0
@@ -42,6 +42,7 @@ class Parallel:
     group: Any = None
     name: str = ""
     named: Any = None
+    store: Any = None
     buffer: torch.Tensor | None = None
     pads: list[torch.Tensor] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ class Parallel:
         buffer, pads = None, []
         try:
             symmetric = _c10d._SymmetricMemory
-            store = _NumberedFromZero(dist.PrefixStore("symmetric-memory", store))
+            self.store = store = _NumberedFromZero(dist.PrefixStore("symmetric-memory", store))
             symmetric.set_group_info(name, self.rank, self.size, store)
             # newer torch looks the group up by its name, and wants no more of it than its store
             self.named = dist.ProcessGroup(store, self.rank, self.size)
@@ -132,7 +133,7 @@ class Parallel:
             handle = symmetric.rendezvous(buffer, name)
             pads = [handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self.size)]
             pads[self.rank].clone().fill_(1)  # a kernel cannot be loaded any more when another one is stuck
-        except (AttributeError, RuntimeError):
+        except (AttributeError, RuntimeError, ValueError):
             pass
         if self.minimum(len(pads), device):
             self.name, self.buffer, self.pads = name, buffer, pads
