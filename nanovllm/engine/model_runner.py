@@ -10,9 +10,7 @@ It knows the sequences of the step it runs and must not know of requests, queues
 one stream, in the order of the launches; what a graph reads or writes is allocated once, before it is captured.
 """
 
-import math
 from collections.abc import Iterator
-from functools import partial
 from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
@@ -22,7 +20,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.controls import Controls, Plan, plan_controls
-from nanovllm.engine.results import Owner, PendingIds, Pieces, most_asked, sampled_rows, scored_rows
+from nanovllm.engine.results import Owner, PendingIds, Pieces, early_stops, most_asked, sampled_rows, scored_rows
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -32,10 +30,9 @@ from nanovllm.kernels.step_inputs import decode_inputs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import make_backend
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models import model_class
-from nanovllm.utils.checkpoint import Checkpoint
+from nanovllm.models import load_model
 from nanovllm.utils.context import Context
-from nanovllm.utils.device import free_host_bytes, pick_device, pick_dtype, warn_if_slow
+from nanovllm.utils.device import free_host_bytes, pick_device, pick_dtype, warn_if_slow, zeros
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
@@ -78,15 +75,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _build(self) -> None:
         config, hf = self.config, self.config.hf
-        make = partial(model_class(hf.architecture), hf, config.max_model_len, self.parallel, self.dtype)
-        if config.load_format != "dummy":  # a bad checkpoint is found before it takes memory
-            make(torch.device("meta")).load(Checkpoint(config.model, check_only=True))
-        self.model = make(self.device)
-        if config.load_format == "dummy":
-            for parameter in self.model.parameters():
-                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
-        else:
-            self.model.load(Checkpoint(config.model))
+        self.model = load_model(config, self.parallel, self.dtype, self.device)
         self.sampler = Sampler(self.parallel, self.model.lm_head.start)
         max_blocks = -(-config.max_model_len // config.kvcache_block_size)
         self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
@@ -150,7 +139,7 @@ class ModelRunner:
         owners += sampled_owners
         plan = plan_controls(seqs[:n], prefill=True)
         ids, pieces = self.prefill(
-            seqs, n, batch.copies, scored, wanted, most_asked(owners), _early_stops(seqs[:n]), plan
+            seqs, n, batch.copies, scored, wanted, most_asked(owners), early_stops(seqs[:n]), plan
         )  # fmt: skip
         return PendingIds(ids, None, owners, pieces)
 
@@ -167,45 +156,9 @@ class ModelRunner:
         scored, wanted, k: log-probabilities of (position, id that follows) and of what rows sample, with k others.
         masked: (row, token id) of what must not be sampled; plan: of the controls.
         """
-        block_size = self.config.kvcache_block_size
-        starts = [seq.num_cached_tokens for seq in seqs]
-        query_lens = [seq.num_scheduled_tokens for seq in seqs]
-        key_lens = [start + length for start, length in zip(starts, query_lens)]
-        positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
-        tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
-        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
-        for i, source, _ in copies:
-            stores[i][:], tables[i][-1] = -1, source
-        padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
-        for row, table in zip(padded_tables, tables):
-            row[: len(table)] = table
-        cu_seqlens = np.array([0, *accumulate(query_lens)], dtype=np.int32)
-        (
-            seeds, input_ids, position_ids, slot_mapping, rows, context_lens, cu_seqlens_q, last, temperatures, tables_,
-        ) = to_device(
-            [
-                np.array([seq.seed for seq in seqs], dtype=np.int64),
-                np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
-                np.concatenate(positions),
-                np.concatenate(stores),
-                np.array([seq.slot for seq in seqs], dtype=np.int32),
-                np.array(key_lens, dtype=np.int32),
-                cu_seqlens,
-                cu_seqlens[1 : n + 1] - 1,
-                np.array([seq.temperature for seq in seqs], dtype=np.float32),
-                padded_tables,
-            ],
-            self.device,
-        )  # fmt: skip
         self.slots_on_device = []  # a slot may hold another sequence from now on
-        slots = self.slots
-        slots.block_tables[rows, : tables_.shape[1]] = tables_
-        slots.context_lens[rows] = context_lens
-        slots.temperatures[rows] = temperatures
-        slots.seeds[rows] = seeds
-        context = Context(
-            True, position_ids, slot_mapping, slots.block_tables, rows, context_lens, cu_seqlens_q, query_lens, key_lens
-        )
+        slots, block_size = self.slots, self.config.kvcache_block_size
+        input_ids, context, last, temperatures, seeds = slots.fill(seqs, n, copies, block_size)
         hidden = self.model(input_ids, context)
         if copies:
             self._copy_blocks(seqs, copies)
@@ -214,16 +167,16 @@ class ModelRunner:
             (part,) = to_device([np.array(scored[i : i + PROMPT_LOGPROB_ROWS], dtype=np.int64).T], self.device)
             pieces.append(self.sampler.logprobs(self.model.compute_logits(hidden[part[0]]), part[1], k))
         if not n:
-            return rows[:0].long(), pieces
+            return context.rows[:0].long(), pieces
         logits = self.model.compute_logits(hidden[last])
         if wanted:
             (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
             raw = logits[wanted_rows]  # a copy: what follows may change `logits`
-        self._mask(logits, masked)
-        ids = self.sampler(logits, temperatures[:n], seeds[:n], context_lens[:n])
-        slots.last_tokens[rows[:n]] = ids
+        self.sampler.rule_out(logits, masked)
+        ids = self.sampler(logits, temperatures, seeds, context.context_lens[:n])
+        slots.last_tokens[context.rows[:n]] = ids
         self.controls.load(plan)
-        self.controls.resample(logits, ids, key_lens)
+        self.controls.resample(logits, ids, context.key_lens)
         if wanted:
             pieces.append(self.sampler.logprobs(raw, ids[wanted_rows], k))
         return ids, pieces
@@ -261,7 +214,7 @@ class ModelRunner:
             self.has_min_tokens = any(seq.min_tokens for seq in seqs)
             self.has_controls = any(seq.has_controls for seq in seqs)
             self.slots_on_device = slots
-        masked = _early_stops([seqs[i] for i in self.order]) if self.has_min_tokens else []
+        masked = early_stops([seqs[i] for i in self.order]) if self.has_min_tokens else []
         needs_lens = self.has_controls or not self.graph_sizes
         key_lens = [seqs[i].num_cached_tokens + 1 for i in self.order] if needs_lens else None
         return len(seqs), batch.new_blocks, changed, masked, key_lens
@@ -301,7 +254,7 @@ class ModelRunner:
         if len(self.logprob_rows):
             raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if masked:
-            self._mask(self.logits, masked)
+            self.sampler.rule_out(self.logits, masked)
             self._sample_into_slots(n)
         self.controls.resample(self.logits, self.token_ids, key_lens)
         pieces = []
@@ -331,14 +284,6 @@ class ModelRunner:
         self.token_ids[:n] = ids
         slots.last_tokens[rows] = ids
 
-    def _mask(self, logits: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
-        """Rule out the (row, token id) `pairs` as far as the ids are in this rank's share of the vocabulary."""
-        start = self.sampler.vocab_start
-        mine = [(row, token_id - start) for row, token_id in pairs if 0 <= token_id - start < logits.shape[1]]
-        if mine:
-            row, column = to_device([np.array(mine, dtype=np.int32).T], logits.device)[0]
-            logits[row, column] = -torch.inf
-
     # Memory and graphs
 
     def _attention_layers(self) -> Iterator[Attention]:
@@ -349,7 +294,7 @@ class ModelRunner:
         for layer in self._attention_layers():
             shape = (num_blocks, self.config.kvcache_block_size, layer.num_kv_heads, layer.head_dim)
             layer.backend = self.backend
-            layer.k_cache, layer.v_cache = (_zeros(shape, self.dtype, self.device) for _ in range(2))
+            layer.k_cache, layer.v_cache = (zeros(shape, self.dtype, self.device) for _ in range(2))
 
     def _count_blocks(self) -> int:
         """As many blocks as the option says, or as memory allows beside everything else, measured."""
@@ -448,23 +393,6 @@ class ModelRunner:
             finally:
                 graph.capture_end()
         self.graphs[size, reads_shared] = graph
-
-
-def _early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
-    """(row, stop id) of the sequences that have not reached `min_tokens`."""
-    return [
-        (row, stop_id)
-        for row, seq in enumerate(seqs)
-        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
-        for stop_id in seq.stop_ids
-    ]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy leaves zeroing to the system, page by page on first use; torch would write gigabytes at start-up
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _graph_sizes(most: int) -> list[int]:

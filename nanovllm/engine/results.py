@@ -1,4 +1,4 @@
-"""Results of a step on their way to the host: sampled ids, and log-probabilities where they were asked for.
+"""Results of a step: which are asked for, and sampled ids and log-probabilities on their way to the host.
 
 They are copied to pinned memory behind the step, with an event, so that nothing waits for them before they are needed.
 It knows which list of which sequence a row belongs to and must not change any. Invariant: rows come in the order in
@@ -70,6 +70,16 @@ def scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]
             scored += enumerate(following, row)
         row += length
     return owners, scored
+
+
+def early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
+    """(row, stop id) of the sequences that have not reached `min_tokens`."""
+    return [
+        (row, stop_id)
+        for row, seq in enumerate(seqs)
+        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
+        for stop_id in seq.stop_ids
+    ]
 
 
 def most_asked(owners: list[Owner]) -> int:

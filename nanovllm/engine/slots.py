@@ -1,11 +1,20 @@
 """Slots: the state of the running sequences that lives on the device, one row a sequence.
 
-A decode step derives all of its inputs from here, so the host sends only what changed: who takes part, and new blocks.
-Sampled ids are written back here and never wait for the host. It must not know which sequence has which row: that is
-`Sequence.slot`. Invariant: in stream order, a row holds its sequence as the steps launched so far leave it.
+A prefill sends it with the ids to compute. A decode step derives all of its inputs from here, so the host sends only
+what changed: who takes part, and new blocks. Sampled ids are written back here and never wait for the host. It must
+not choose which sequence has which row: that is `Sequence.slot`. Invariant: in stream order, a row holds its sequence
+as the steps launched so far leave it.
 """
 
+from itertools import accumulate
+
+import numpy as np
 import torch
+from torch import Tensor
+
+from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.context import Context
+from nanovllm.utils.packing import to_device
 
 
 class Slots:
@@ -25,3 +34,46 @@ class Slots:
         self.block_tables = torch.zeros(rows, max_blocks, dtype=torch.int32, device=device)
         self.temperatures = torch.zeros(rows, dtype=torch.float32, device=device)
         self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
+
+    def fill(
+        self, seqs: list[Sequence], n: int, copies: list[tuple[int, int, int]], block_size: int
+    ) -> tuple[Tensor, Context, Tensor, Tensor, Tensor]:
+        """Send what is scheduled of `seqs` and their state, of which the first n sample.
+
+        Returns the ids to compute, their context, and of the first n where their last token is among these ids,
+        temperatures and seeds. copies: (entry, block, _): this entry reads its last block from another sequence's, and
+        stores nothing.
+        """
+        starts = [seq.num_cached_tokens for seq in seqs]
+        query_lens = [seq.num_scheduled_tokens for seq in seqs]
+        key_lens = [start + length for start, length in zip(starts, query_lens)]
+        positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
+        tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
+        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
+        for i, source, _ in copies:
+            stores[i][:], tables[i][-1] = -1, source
+        padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
+        for padded, table in zip(padded_tables, tables):
+            padded[: len(table)] = table
+        cu_seqlens = np.array([0, *accumulate(query_lens)], dtype=np.int32)
+        seeds, ids, position_ids, slot_mapping, rows, lens, cu_seqlens_q, last, temperatures, block_tables = to_device(
+            [
+                np.array([seq.seed for seq in seqs], dtype=np.int64),
+                np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
+                np.concatenate(positions),
+                np.concatenate(stores),
+                np.array([seq.slot for seq in seqs], dtype=np.int32),
+                np.array(key_lens, dtype=np.int32),
+                cu_seqlens,
+                cu_seqlens[1 : n + 1] - 1,
+                np.array([seq.temperature for seq in seqs], dtype=np.float32),
+                padded_tables,
+            ],
+            self.seeds.device,
+        )
+        self.block_tables[rows, : block_tables.shape[1]] = block_tables
+        self.context_lens[rows], self.temperatures[rows], self.seeds[rows] = lens, temperatures, seeds
+        context = Context(
+            True, position_ids, slot_mapping, self.block_tables, rows, lens, cu_seqlens_q, query_lens, key_lens
+        )
+        return ids, context, last, temperatures[:n], seeds[:n]

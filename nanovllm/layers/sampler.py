@@ -5,11 +5,13 @@ is the best of the shares' best, and a rank sends one pair a row instead of its 
 nor of penalties and the like (`engine/controls.py`). Invariant: ids are the same on every rank.
 """
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.sampling import sample, sample_with_scores
+from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
 # Rows of logits that are held in fp32 at a time for log-probabilities.
@@ -35,6 +37,14 @@ class Sampler:
         every = self.parallel.all_gather(torch.stack([scores.double(), ids.double()]))
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id
         return every[:, 1].gather(0, best)[0].long()
+
+    def rule_out(self, logits: Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Set logits of (row, token id) to -inf, as far as the ids are in this rank's share of the vocabulary."""
+        start = self.vocab_start
+        mine = [(row, token_id - start) for row, token_id in pairs if 0 <= token_id - start < logits.shape[1]]
+        if mine:
+            row, column = to_device([np.array(mine, dtype=np.int32).T], logits.device)[0]
+            logits[row, column] = -torch.inf
 
     def logprobs(self, logits: Tensor, ids: Tensor, k: int) -> tuple[Tensor, ...]:
         """Log-probabilities in fp32, the same on every rank.

@@ -3,9 +3,11 @@
 It reads options and the machine and must not change either.
 """
 
+import math
 import os
 import warnings
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -51,3 +53,10 @@ def free_host_bytes() -> int:
             found = dict(line.split(":") for line in lines)
         return int(found["MemAvailable"].split()[0]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy leaves zeroing to the system, page by page on first use; torch would write gigabytes at start-up
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
