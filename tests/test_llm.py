@@ -15,6 +15,7 @@ import torch
 from checkpoints import save_random_qwen3
 
 from nanovllm import LLM, EngineError, SamplingParams
+from nanovllm.layers.sampler import Sampler
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text(encoding="utf-8"))["answers"]
 ANSWER = GOLDEN[0]  # "introduce yourself"
@@ -58,13 +59,11 @@ def assert_empty(llm: LLM) -> None:
 def say(llm: LLM, ids: list[int]) -> None:
     """Make the model answer `ids` to every prompt of one token."""
 
-    class Script:
-        vocab_start = 0
-
+    class Script(Sampler):
         def __call__(self, logits: Any, temperatures: Any, seeds: Any, positions: torch.Tensor) -> torch.Tensor:
             return torch.tensor([ids[p - 1] if p <= len(ids) else 100 for p in positions.tolist()])
 
-    llm.runner.sampler = Script()
+    llm.runner.sampler = Script(llm.runner.parallel, 0)
 
 
 @pytest.fixture(scope="module")
