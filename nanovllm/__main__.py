@@ -42,10 +42,13 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
     noticed: it is taken for something to copy. A result holds "index", the number of its input line from 0,
     "line_hash", the CRC-32 of that line without white space at its ends, and what an output of `generate` holds
     ("text", "token_ids", "finish_reason", ...), or "error" if the line could not be run. A line without a seed gets
-    one made of --seed and its index: a restart does not change results.
+    one made of --seed and its index: a restart does not change results. The exit status is 0 also with errors in
+    lines; how many is said at the end.
     """
     SamplingParams(**sampling)
     with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
+        if not lines.seekable():
+            raise ValueError(f"{args.input}: must be a file, no pipe: it is read twice")
         try:
             fcntl.flock(results, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

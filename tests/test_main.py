@@ -145,6 +145,12 @@ def test_an_output_that_another_run_is_writing_is_refused(run: Any, monkeypatch:
     assert len(run([{"prompt": "Hi", "max_tokens": 1}, {"prompt": "Ho", "max_tokens": 1}])) == 2
 
 
+def test_a_pipe_is_refused_as_input(tiny_model: str, tmp_path: Path) -> None:
+    process = start("run", "/dev/stdin", str(tmp_path / "out.jsonl"), "--model", tiny_model, stdin=subprocess.PIPE)
+    _, errors = process.communicate('{"prompt": "Hi"}\n')
+    assert process.returncode == 1 and "/dev/stdin: must be a file, no pipe" in errors
+
+
 def test_samples_do_not_repeat_the_prompt(run: Any) -> None:
     [result] = run([{"prompt": "Hi", "n": 3, "max_tokens": 2}])
     keys = {"text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens"}
