@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -383,6 +384,7 @@ def main() -> None:
             if longest > max_model_len:  # completions would be cut off, and the times those of less work
                 parser.error(f"{name} needs {longest} tokens: must be at most {max_model_len}, see --max-model-len")
             for engine in engines:
+                print(f"{name} on {engine} ...", end="\r", file=sys.stderr, flush=True)  # may take minutes on a CPU
                 r = ENGINES[engine](work, args, model)
                 if samples := r.pop("samples", None):
                     runs[name] = samples
