@@ -5,6 +5,7 @@ cd "$(dirname "$0")/../.."
 export PYTHONPATH=.
 python3 -m pytest tests/kernels tests/gpu
 python3 tests/gpu/bench_kernels.py
+python3 tests/gpu/profile_step.py
 python3 bench.py all --model qwen3-0.6b --repeats 2
 python3 bench.py bench latency batch16 --model qwen3-8b
 if [ "$(python3 -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
