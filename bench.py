@@ -375,14 +375,15 @@ def main() -> None:
         chosen = names if args.workloads == ["all"] else args.workloads
         if unknown := [name for name in chosen if name not in table]:
             parser.error(f"unknown workload {unknown[0]!r}: must be any of {', '.join(table)}, or 'all'")
-        results, runs = [], {}
-        heads = ("seconds", "first", "out tok/s", "prefill tok/s")
-        print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
-        for name in chosen:
-            work = table[name]()
+        works = {name: table[name]() for name in chosen}
+        for name, work in works.items():
             longest = max(len(prompt) + n for prompt, n in zip(work.prompts, work.outputs))
             if longest > max_model_len:  # completions would be cut off, and the times those of less work
                 parser.error(f"{name} needs {longest} tokens: must be at most {max_model_len}, see --max-model-len")
+        results, runs = [], {}
+        heads = ("seconds", "first", "out tok/s", "prefill tok/s")
+        print(f"{'workload':<12} {'engine':<13} {heads[0]:>8} {heads[1]:>8} {heads[2]:>10} {heads[3]:>14} floor")
+        for name, work in works.items():
             for engine in engines:
                 print(f"{name} on {engine} ...", end="\r", file=sys.stderr, flush=True)  # may take minutes on a CPU
                 r = ENGINES[engine](work, args, model)

@@ -72,6 +72,17 @@ def test_bench_refuses_what_it_could_not_run_or_write_before_any_run(
     assert message in capsys.readouterr().err
 
 
+def test_all_workloads_are_checked_before_the_first_runs(
+    tiny_model: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(bench.ENGINES, "nanovllm", None)
+    flags = ["latency", "batch16", "--model", tiny_model, "--seqs", "0.1", "--max-model-len", "700"]
+    monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "batch16 needs 1024 tokens: must be at most 700" in capsys.readouterr().err
+
+
 def test_a_peer_is_given_the_workload_through_its_public_interface(
     run_bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
