@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.kernels.sampling import sample
-from nanovllm.kernels.truncation import truncate
+from nanovllm.kernels.truncation import SCRATCH_ROW, truncate
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
@@ -74,7 +74,7 @@ class Controls:
         """Most device memory that controls can take."""
         num_slots, length = len(self.slots.seeds), self.max_model_len
         # rows, their copies in fp32, then counts or what truncation collects; and what is computed for each position
-        vocab = 8 * self.vocab_size + max(4 * self.vocab_size, 1 << 18)
+        vocab = 8 * self.vocab_size + 4 * max(self.vocab_size, SCRATCH_ROW)
         return 4 * num_slots * length + min(MAX_ROWS, num_slots) * (vocab + 56 * length)
 
     def rehearse(self, dtype: torch.dtype) -> None:

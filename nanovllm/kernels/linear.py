@@ -31,7 +31,7 @@ from nanovllm.kernels.activation import silu_mul, silu_mul_reference
 from nanovllm.kernels.norm import rms_norm, rms_norm_reference
 
 _MOST_ROWS = 64
-_BLOCK_K = 128
+_BLOCK_N, _BLOCK_K = 32, 128  # a tile of weights; twice as wide where a product has many columns to add
 
 
 def norm_linear_reference(
@@ -135,7 +135,7 @@ def _few_rows_kernel(
             tl.store(squares_out + i * tl.num_programs(0) + tile, tl.sum(stored * stored, 1), mask=m)
 
 
-def few_rows_splits(n: int, k: int, block_n: int = 32) -> int:
+def few_rows_splits(n: int, k: int, block_n: int = _BLOCK_N) -> int:
     """Programs that share the K of a product of few rows: so that they fill the GPU and none has much more to do."""
     splits, tiles = 1, n // block_n
     while (tiles * splits < 128 or k > 2048 * splits) and tiles * splits < 256 and k % (2 * splits * _BLOCK_K) == 0:
@@ -167,7 +167,7 @@ def _few_rows(
     """As `_one_row`; returns the sums of squares of the parts of each row of `out` [N, parts], if `add` is given."""
     (m, k), n = x.shape, out.shape[1]
     block_m = 16 if m <= 16 else _MOST_ROWS
-    block_n = 64 if add is not None and n >= 4096 else 32
+    block_n = _BLOCK_N * (2 if add is not None and n >= 4096 else 1)
     splits = 1 if silu else few_rows_splits(n, k, block_n)
     tiles, parts = n // block_n, squares.shape[1] if squares is not None else 1
     partial, new_squares = (
@@ -203,7 +203,7 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether our kernels can and should do this product."""
     (n, k), rows = weight.shape, x.shape[0]
     fast = x.is_cuda and x.dtype != torch.float32 and bias is None and 0 < rows <= _MOST_ROWS
-    return fast and (k <= 16384 if rows == 1 else n % 64 == 0 and k % _BLOCK_K == 0)
+    return fast and (k <= 16384 if rows == 1 else n % (2 * _BLOCK_N) == 0 and k % _BLOCK_K == 0)
 
 
 def norm_linear(

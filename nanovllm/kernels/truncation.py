@@ -15,7 +15,9 @@ from nanovllm.kernels._triton import fast_log2, pdl, tl, triton, wait_for_inputs
 _LOG2E = tl.constexpr(math.log2(math.e))
 # Low bits that are 0 in the fp32 image of a type: its values are so much farther apart.
 _SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-_SLOTS = tl.constexpr(16)  # room for so many tiles of collected logits
+_LANES, _WARPS, _TILES = 512, 16, 16  # of a program; 8 logits a lane are a tile, and so many may be collected
+_SLOTS = tl.constexpr(_TILES)
+SCRATCH_ROW = _TILES * _LANES * 8  # logits that a row may collect
 
 
 def truncate_reference(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margins: Tensor) -> None:
@@ -224,12 +226,12 @@ def _truncate_kernel(
 
 def truncate_triton(
     logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, margins: Tensor,
-    config: tuple[int, int] = (512, 16),
+    config: tuple[int, int] = (_LANES, _WARPS),
 ) -> None:  # fmt: skip
     batch, vocab = logits.shape
     lanes, warps = config
     if batch:
-        scratch = logits.new_empty(batch, _SLOTS.value, lanes, 8)
+        scratch = logits.new_empty(batch, _TILES, lanes, 8)
         _truncate_kernel[(batch,)](
             logits, temperatures, top_k, top_p, margins, scratch, logits.stride(0), vocab,
             SHIFT=_SHIFTS[logits.dtype], LANES=lanes, num_warps=warps, **pdl(logits.device),
