@@ -11,6 +11,7 @@ from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_inte
 
 # Dividing logits by less would overflow: such a temperature is greedy.
 MIN_TEMPERATURE = 1e-5
+MAX_SAMPLES = 1 << 14  # of one prompt: each is a sequence on the host before any runs
 # Half of a pair: such a string is no text that could be encoded.
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -61,7 +62,7 @@ class SamplingParams:
     bad_words: strings that are not generated; each is tokenized with and without a space before it, and the last token
         is ruled out where the sequence, prompt included, ends with those before it.
     seed: of this request's noise; the same seed gives the same tokens whatever else runs.
-    n: samples of one prompt; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
+    n: samples of one prompt, 1 to 16384; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
         with seed i. Must be 1 at temperature 0.
     logprobs, prompt_logprobs: log-probabilities (of the raw logits, before temperature and all
         controls) of each generated or prompt token and of so many best ids beside it.
@@ -91,7 +92,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[list[int] | None, _SOME_IDS] = None
     bad_words: Annotated[list[str] | None, _WORDS] = None
     seed: Annotated[int | None, integer(-(2**63), 2**64 - 1, "an integer of 64 bits")] = None
-    n: Annotated[int, integer(1)] = 1
+    n: Annotated[int, integer(1, MAX_SAMPLES)] = 1
     logprobs: Annotated[int | None, integer(0)] = None
     prompt_logprobs: Annotated[int | None, integer(0)] = None
     detokenize: bool = True

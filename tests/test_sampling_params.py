@@ -29,7 +29,7 @@ GOOD: dict[str, list[Any]] = {
     "allowed_token_ids": [None, [0], [5, 7], (3,), [np.int64(3)]],
     "bad_words": [None, [], ["x"], ["x", "yz"], ("x",)],
     "seed": [None, 0, 1, -1, -(2**63), 2**63 - 1, 2**64 - 1, np.int64(7)],
-    "n": [1, 2, np.int64(3)],
+    "n": [1, 2, np.int64(3), 16384],
     "logprobs": [None, 0, 5, np.int64(3)],
     "prompt_logprobs": [None, 0, 5],
     "detokenize": [True, False],
@@ -56,7 +56,7 @@ BAD: dict[str, list[Any]] = {
     "allowed_token_ids": [[], (), 5, "5", [-1], ["5"], [1.0], [True], [None], NAN, {5}],
     "bad_words": ["x", [""], ["x", ""], 5, [5], [None], {"x": 1}, {"x"}],
     "seed": ["1", [1], 1.0, NAN, True, -(2**63) - 1, 2**64],
-    "n": [*NO_INTEGER, None, 0, -1],
+    "n": [*NO_INTEGER, None, 0, -1, 16385, 10**30],
     "logprobs": [*NO_INTEGER, -1],
     "prompt_logprobs": [*NO_INTEGER, -1],
     "detokenize": NO_BOOL,
@@ -68,7 +68,7 @@ RANGES = {
     "stop": "string", "stop_token_ids": "token ids", "include_stop_str_in_output": "True or False", "top_k": ">= 0",
     "top_p": "(0, 1]", "min_p": "[0, 1]", "repetition_penalty": "> 0", "presence_penalty": "[-2, 2]",
     "frequency_penalty": "[-2, 2]", "logit_bias": "finite numbers", "allowed_token_ids": "not empty",
-    "bad_words": "none of them empty", "seed": "64 bits", "n": ">= 1", "logprobs": ">= 0", "prompt_logprobs": ">= 0",
+    "bad_words": "none of them empty", "seed": "64 bits", "n": ">= 1 and <= 16384", "logprobs": ">= 0", "prompt_logprobs": ">= 0",
     "detokenize": "True or False", "skip_special_tokens": "True or False",
 }  # fmt: skip
 
