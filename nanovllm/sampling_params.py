@@ -62,8 +62,8 @@ class SamplingParams:
     bad_words: strings that are not generated; each is tokenized with and without a space before it, and the last token
         is ruled out where the sequence, prompt included, ends with those before it.
     seed: of this request's noise; the same seed gives the same tokens whatever else runs.
-    n: samples of one prompt, 1 to 16384; the first has the request's seed, sample i the xxh64 of it (8 bytes, little-endian)
-        with seed i. Must be 1 at temperature 0.
+    n: samples of one prompt, 1 to 16384; the first has the request's seed, sample i the xxh64 of it (8 bytes,
+        little-endian) with seed i. Must be 1 at temperature 0.
     logprobs, prompt_logprobs: log-probabilities (of the raw logits, before temperature and all
         controls) of each generated or prompt token and of so many best ids beside it.
     detokenize: `False` leaves `text` empty.

@@ -68,7 +68,8 @@ RANGES = {
     "stop": "string", "stop_token_ids": "token ids", "include_stop_str_in_output": "True or False", "top_k": ">= 0",
     "top_p": "(0, 1]", "min_p": "[0, 1]", "repetition_penalty": "> 0", "presence_penalty": "[-2, 2]",
     "frequency_penalty": "[-2, 2]", "logit_bias": "finite numbers", "allowed_token_ids": "not empty",
-    "bad_words": "none of them empty", "seed": "64 bits", "n": ">= 1 and <= 16384", "logprobs": ">= 0", "prompt_logprobs": ">= 0",
+    "bad_words": "none of them empty", "seed": "64 bits", "n": ">= 1 and <= 16384",
+    "logprobs": ">= 0", "prompt_logprobs": ">= 0",
     "detokenize": "True or False", "skip_special_tokens": "True or False",
 }  # fmt: skip
 
