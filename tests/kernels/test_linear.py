@@ -28,7 +28,8 @@ ROWS = [1, 2, 16, 17, 64] if DEVICE == "cuda" else [1, 3, 16, 20]
 def test_norm_linear_equals_the_reference(rows, k, n, silu, dtype):
     x, w = randn(rows, k, dtype=dtype), 0.1 * randn(n * (2 if silu else 1), k, dtype=dtype, seed=2)
     expected = norm_linear_reference(x.float(), 1e-6, w.float(), None, silu)
-    for squares in (None, x.float().square().unflatten(1, (-1, 32)).sum(2)):
+    parts = x.float().square().unflatten(1, (-1, 32)).sum(2)
+    for squares in (None, parts, parts.sum(1, keepdim=True)):
         out = norm_linear_triton(x, squares, 1e-6, w, silu)
         assert out.dtype == dtype and out.shape == (rows, n)
         assert_close(out, expected)
