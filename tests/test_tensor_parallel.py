@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 import rank_faults
 import torch
-import torch.distributed as dist
 from checkpoints import save_random_qwen3
 from test_qwen3 import Oracle, ask_transformers
 
 from nanovllm import LLM, CheckpointError, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.engine import worker
-from nanovllm.utils import parallel
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text(encoding="utf-8"))["answers"][::8]
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
