@@ -166,7 +166,7 @@ class Ranks:
         wait([process.sentinel for process in self.processes])
         if not self.closed:
             self.failed = True
-            self.parallel.leave(stuck=True)
+            self.parallel.abandon()
 
     def blame(self, error: BaseException) -> None:
         """After an error of rank 0: raise the first failure of another rank, if there is one behind it."""
@@ -202,6 +202,8 @@ class Ranks:
             process.join(max(0.0, deadline - monotonic()))
             process.kill()
             process.join()
+        if self.failed:
+            self.parallel.abandon()
         self.parallel.leave()
         if self.watcher.is_alive():
             self.watcher.join()

@@ -81,19 +81,23 @@ class Parallel:
         """Rows of `total` that each rank holds, the last ranks padded."""
         return -(-total // self.size)
 
-    def leave(self, stuck: bool = False) -> None:
-        """Give up the group without waiting for anyone; what waits for a dead rank on the GPU ends, with rubbish.
-
-        stuck: whether a rank has died.
-        """
+    def abandon(self) -> None:
+        """Another rank has died: what waits for it on our GPU ends, with rubbish, and this group is of no more use."""
         if self.sums:
             self.sums.answer_for_the_dead()
+        self._abort()
+
+    def leave(self) -> None:
+        """Give up the group and its memory without waiting for anyone. No kernel that uses them may follow."""
+        self._abort()
+        if self.sums:
+            self.sums.free()
+            self.sums = None
+
+    def _abort(self) -> None:
         group, self.group = self.group, None
         if group is not None and group.name() == "nccl":
             group.abort()  # returns when no graph holds its kernels any more
-        if self.sums and not stuck:
-            self.sums.free()
-            self.sums = None
 
 
 class PeerSums:
@@ -136,21 +140,22 @@ class PeerSums:
         return add_parts_triton(part, x, self.flags, self.turns, self.deltas, self.rank)
 
     def answer_for_the_dead(self) -> None:
-        """What waits for another rank on our GPU ends, with rubbish; nothing must be added any more."""
+        """What waits for another rank on our GPU ends, with rubbish."""
         with suppress(RuntimeError):  # it has been started before
             self.thread.start()
 
     def _answer(self) -> None:
-        with torch.cuda.stream(self.stream):
-            while not self.ended.is_set():  # again and again: those that live still write theirs
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            while not self.ended.wait(0.001):  # again and again: those that live still write theirs
                 self.flags.fill_(1 << 62)
                 self.stream.synchronize()
 
     def free(self) -> None:
-        """Give the memory back, after `answer_for_the_dead`."""
+        """Give the memory back; no kernel may use it any more."""
         torch.cuda.synchronize(self.stream.device)
         self.ended.set()
-        self.thread.join()
+        if self.thread.ident:
+            self.thread.join()
         self.memory.free()
 
 

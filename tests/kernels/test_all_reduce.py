@@ -1,5 +1,5 @@
-"""Sum over ranks, residual and squares, against the plain reference. On a GPU each rank has a stream; on a CPU they
-take turns, and find the flags of the others set."""
+"""Sum over ranks, residual and squares, against the plain reference. The ranks share a device; they take turns and find
+the flags of the others set, or on a GPU run at once, each in a stream of its own."""
 
 import pytest
 import torch
@@ -22,35 +22,39 @@ class Ranks:
         self.turns = [torch.zeros(PROGRAMS, dtype=torch.int64, device=DEVICE) for _ in range(size)]
         place = torch.arange(size, device=DEVICE) * memory.stride(0)
         self.deltas = [place - place[rank] for rank in range(size)]
-        self.streams = [torch.cuda.Stream() for _ in range(size)] if CUDA else [None] * size
+        self.streams = [torch.cuda.Stream() for _ in range(size)] if CUDA else []
         self.calls = 0
 
-    def add(self, parts: torch.Tensor, residuals: list[torch.Tensor]) -> list[torch.Tensor]:
+    def add(self, parts: torch.Tensor, residuals: list[torch.Tensor], at_once: bool = False) -> list[torch.Tensor]:
         """parts [size, N, H]; residuals, of each rank, in place -> of each rank, the squares."""
         self.calls += 1
         shared = [p[self.calls % 2, : parts[0].nbytes].view(parts.dtype).view(parts[0].shape) for p in self.parts]
-        squares = []
-        if not CUDA:
-            for own, part in zip(shared, parts):
-                own.copy_(part)
-        for rank, stream in enumerate(self.streams):
-            if CUDA:
-                stream.wait_stream(torch.cuda.current_stream())
-            else:
-                self.flags[rank][:] = self.turns[rank] + 1  # the others are there
-                for flags in self.flags[:rank] + self.flags[rank + 1 :]:
-                    flags[rank] = 0
-            with torch.cuda.stream(stream):
-                if CUDA:
-                    shared[rank].copy_(parts[rank])
-                args = residuals[rank], self.flags[rank], self.turns[rank], self.deltas[rank], rank
-                squares.append(add_parts_triton(shared[rank], *args))
-            if not CUDA:  # they have been told which turn of ours it was
-                for flags in self.flags[:rank] + self.flags[rank + 1 :]:
-                    assert torch.equal(flags[rank][: squares[rank].numel()], self.turns[rank][: squares[rank].numel()])
-                    assert not flags[rank][squares[rank].numel() :].any()
-        if CUDA:
+        if at_once:
+            squares = []
             torch.cuda.synchronize()
+            for rank, stream in enumerate(self.streams):
+                with torch.cuda.stream(stream):
+                    shared[rank].copy_(parts[rank])
+                    squares.append(self.add_one(rank, shared[rank], residuals[rank]))
+            torch.cuda.synchronize()
+            return squares
+        for own, part in zip(shared, parts):
+            own.copy_(part)
+        return [self.add_in_turn(rank, shared[rank], residuals[rank]) for rank in range(len(parts))]
+
+    def add_one(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return add_parts_triton(part, residual, self.flags[rank], self.turns[rank], self.deltas[rank], rank)
+
+    def add_in_turn(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        self.flags[rank][:] = self.turns[rank] + 1  # the others are there
+        others = self.flags[:rank] + self.flags[rank + 1 :]
+        for flags in others:
+            flags[rank] = 0
+        squares = self.add_one(rank, part, residual)
+        programs = squares.numel()
+        for flags in others:  # they have been told which turn of ours it was
+            assert torch.equal(flags[rank][:programs], self.turns[rank][:programs])
+            assert not flags[rank][programs:].any()
         return squares
 
 
@@ -77,11 +81,12 @@ def test_calls_of_all_sizes_one_after_the_other() -> None:
     ranks = Ranks(2)
     g = torch.Generator().manual_seed(0)
     for call in range(200):
-        n = int(torch.randint(1, 256, (1,), generator=g))
+        # one after the other first: no kernel can be loaded while another one waits
+        n = (1, 256)[call] if call < 2 else int(torch.randint(1, 256, (1,), generator=g))
         parts = randn(2, n, 1024, dtype=torch.bfloat16, seed=call)
         residuals = [randn(n, 1024, dtype=torch.bfloat16, seed=call + 1000) for _ in range(2)]
         expected = residuals[0].clone()
         add_parts_reference(list(parts), expected)
-        ranks.add(parts, residuals)
+        ranks.add(parts, residuals, at_once=call >= 2)
         assert_close(residuals[0], expected)
         assert torch.equal(residuals[0], residuals[1])
