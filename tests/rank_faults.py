@@ -54,6 +54,6 @@ def is_killed_while_connecting(*args: Any) -> None:
     worker.serve(*args)
 
 
-def serve_with_symmetric_memory(*args: Any) -> None:
-    parallel.SYMMETRIC_MEMORY = True
+def serve_with_nccl_alone(*args: Any) -> None:
+    parallel.PEER_BYTES = 0
     worker.serve(*args)

@@ -97,7 +97,8 @@ def test_processors_of_transformers_give_the_same_logits() -> None:
     g = torch.Generator().manual_seed(3)
     for case in range(40):
         logits = torch.randn(V, generator=g) * 3
-        ids = torch.randint(0, V, (1, 2 + case % 20), generator=g)
+        # not 2: transformers up to 5.17 overlooks a word whose prefix is all of the history
+        ids = torch.randint(0, V, (1, 3 + case % 20), generator=g)
         history = ids[0].tolist()
         words = [[1], [history[-1], 2], [*history[-2:], 30], [history[-2], 31], [(history[-1] + 1) % V, 32]]
         words.append([history[0], *history, 33])  # longer than what is there

@@ -654,8 +654,9 @@ def endure(total: int, tokenizer: Any, **options: Any) -> None:
                 if rng.random() < 200 / total:
                     answers[output["seq_id"]] = made, output
             if not memory and added > total // 5:
+                # of the device with a step in flight: what an idle engine has is less
                 memory, on_device = resident_bytes(), torch.cuda.memory_allocated()
-        assert resident_bytes() < 1.05 * memory and torch.cuda.memory_allocated() == on_device
+        assert resident_bytes() < 1.05 * memory and torch.cuda.memory_allocated() <= on_device
         stats = llm.stats()
         assert num_done + num_aborted == total and not open_ids
         assert num_aborted > total // 100 and stats["cached_prompt_tokens"] > total

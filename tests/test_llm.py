@@ -60,8 +60,13 @@ def say(llm: LLM, ids: list[int]) -> None:
     """Make the model answer `ids` to every prompt of one token."""
 
     class Script(Sampler):
-        def __call__(self, logits: Any, temperatures: Any, seeds: Any, positions: torch.Tensor) -> torch.Tensor:
-            return torch.tensor([ids[p - 1] if p <= len(ids) else 100 for p in positions.tolist()])
+        def __call__(
+            self, logits: Any, temperatures: Any, seeds: Any, positions: torch.Tensor, rows: torch.Tensor,
+            last_tokens: torch.Tensor, out: torch.Tensor,
+        ) -> torch.Tensor:  # fmt: skip
+            said = [ids[p - 1] if p <= len(ids) else 100 for p in positions.tolist()]
+            last_tokens[rows] = out.copy_(torch.tensor(said))
+            return out
 
     llm.runner.sampler = Script(llm.runner.parallel, 0)
 

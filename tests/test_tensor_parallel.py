@@ -18,13 +18,11 @@ from typing import Any
 import pytest
 import rank_faults
 import torch
-import torch.distributed as dist
 from checkpoints import save_random_qwen3
 from test_qwen3 import Oracle, ask_transformers
 
 from nanovllm import LLM, CheckpointError, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.engine import worker
-from nanovllm.utils import parallel
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text(encoding="utf-8"))["answers"][::8]
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -174,17 +172,6 @@ def test_each_rank_has_its_slice_of_heads_intermediate_size_and_vocabulary(odd_o
     assert layer.self_attn.qkv_proj.weight.shape[0] == 3 * 32
     assert layer.mlp.down_proj.weight.shape[1] == 40
     assert layer.self_attn.attn.k_cache.shape[2] == 1
-
-
-def test_ranks_whose_processes_count_differently_meet_under_the_same_keys(tmp_path: Path) -> None:
-    old, new = (parallel._NumberedFromZero(dist.FileStore(str(tmp_path / "store"), 2)) for _ in range(2))
-    for kind, step in (("A", 0), ("B", 0), ("A", 1), ("B", 1)):
-        before = step + {"A": 7, "B": 3}[kind]
-        old.set(f"{kind}/{before}/0", f"old {kind}{step}")
-        new.set(f"{kind}/{step}/1", f"new {kind}{step}")
-        old.wait([f"{kind}/{before}/1"])
-        found = old.get(f"{kind}/{before}/1"), new.get(f"{kind}/{step}/0")
-        assert found == (f"new {kind}{step}".encode(), f"old {kind}{step}".encode())
 
 
 @pytest.mark.parametrize(("size", "heads", "kv_heads"), [(4, 6, 3), (8, 4, 2), (6, 12, 4), (2, 7, 7), (5, 4, 4)])

@@ -79,13 +79,14 @@ class Controls:
 
     def rehearse(self, dtype: torch.dtype) -> None:
         """Call the kernels of rows with controls, as for logits of `dtype` and for adjusted ones."""
-        one = torch.ones(2, device=self.slots.seeds.device)
-        seeds, lens = one.long(), one.int()
+        slots = self.slots
+        one = torch.ones(2, device=slots.seeds.device)
+        lens = rows = one.int()
         width = self.parallel.share(self.vocab_size) * self.parallel.size
         logits = one.new_zeros(2, width, dtype=dtype)[:, : self.vocab_size]
         for x in (logits, logits.float()):
             truncate(x, one, lens, one, one)
-            sample(x, one, seeds, lens)
+            sample(x, slots.temperatures, slots.seeds, lens, rows, slots.last_tokens)
 
     def load(self, plan: Plan) -> None:
         """Upload what the next calls of `resample` need."""
@@ -112,11 +113,9 @@ class Controls:
                 x = x.transpose(0, 1).flatten(1)[:, :vocab]
             lens = slots.context_lens[rows.slots]
             history = self.history[rows.slots, :longest] if rows.looks_back else self.history
-            temperatures = slots.temperatures[rows.slots]
-            x = rows.change(x, history, lens, temperatures)
-            new = sample(x, temperatures, slots.seeds[rows.slots], lens)
+            x = rows.change(x, history, lens, slots.temperatures[rows.slots])
+            new = sample(x, slots.temperatures, slots.seeds, lens, rows.slots, slots.last_tokens)
             ids[rows.index] = new
-            slots.last_tokens[rows.slots] = new
             if rows.looks_back:
                 self.history[rows.slots, lens] = new.int()
 

@@ -103,7 +103,6 @@ class ModelRunner:
             self._allocate_cache(1)
             with compile_ahead(self.device):
                 self._rehearse()
-            self.slots.last_tokens.zero_()  # ids that no kernel has written
             self._rehearse()  # initialises what a capture cannot
         self.num_kvcache_blocks = self.parallel.minimum(self._count_blocks(), self.device)
         try:
@@ -157,8 +156,7 @@ class ModelRunner:
         masked: (row, token id) of what must not be sampled; plan: of the controls.
         """
         self.slots_on_device = []  # a slot may hold another sequence from now on
-        slots, block_size = self.slots, self.config.kvcache_block_size
-        input_ids, context, last, temperatures, seeds = slots.fill(seqs, n, copies, block_size)
+        input_ids, context, last = self.slots.fill(seqs, n, copies, self.config.kvcache_block_size)
         hidden = self.model(input_ids, context)
         if copies:
             self._copy_blocks(seqs, copies)
@@ -167,14 +165,13 @@ class ModelRunner:
             (part,) = to_device([np.array(scored[i : i + PROMPT_LOGPROB_ROWS], dtype=np.int64).T], self.device)
             pieces.append(self.sampler.logprobs(self.model.compute_logits(hidden[part[0]]), part[1], k))
         if not n:
-            return context.rows[:0].long(), pieces
+            return self.token_ids[:0], pieces
         logits = self.model.compute_logits(hidden[last])
         if wanted:
             (wanted_rows,) = to_device([np.array(wanted, dtype=np.int32)], self.device)
             raw = logits[wanted_rows]  # a copy: what follows may change `logits`
         self.sampler.rule_out(logits, masked)
-        ids = self.sampler(logits, temperatures, seeds, context.context_lens[:n])
-        slots.last_tokens[context.rows[:n]] = ids
+        ids = self._sample_into_slots(logits, context.rows[:n], context.context_lens[:n])
         self.controls.load(plan)
         self.controls.resample(logits, ids, context.key_lens)
         if wanted:
@@ -255,7 +252,7 @@ class ModelRunner:
             raw = self.logits[self.logprob_rows]  # a copy: what follows may change `logits`
         if masked:
             self.sampler.rule_out(self.logits, masked)
-            self._sample_into_slots(n)
+            self._sample_into_slots(self.logits[:n], self.rows[:n], self.context_lens[:n])
         self.controls.resample(self.logits, self.token_ids, key_lens)
         pieces = []
         if len(self.logprob_rows):
@@ -275,14 +272,13 @@ class ModelRunner:
             False, positions, slot_mapping, slots.block_tables, self.rows[:n], context_lens, key_lens=key_lens,
             shared_len=self.shared_len if self.reads_shared else None,
         )  # fmt: skip
-        self.model.compute_logits(self.model(input_ids, context), out=self.logits[:n])
-        self._sample_into_slots(n)
+        logits = self.model.compute_logits(self.model(input_ids, context), out=self.logits[:n])
+        self._sample_into_slots(logits, self.rows[:n], context_lens)
 
-    def _sample_into_slots(self, n: int) -> None:
-        rows, slots = self.rows[:n], self.slots
-        ids = self.sampler(self.logits[:n], slots.temperatures[rows], slots.seeds[rows], self.context_lens[:n])
-        self.token_ids[:n] = ids
-        slots.last_tokens[rows] = ids
+    def _sample_into_slots(self, logits: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        """Sample for the slots `rows` [n] what follows their `lens` [n] tokens: ids [n], a part of `token_ids`."""
+        slots, out = self.slots, self.token_ids[: len(rows)]
+        return self.sampler(logits, slots.temperatures, slots.seeds, lens, rows, slots.last_tokens, out)
 
     # Memory and graphs
 
@@ -371,7 +367,7 @@ class ModelRunner:
         hidden = self.model(torch.zeros_like(position_ids), context)
         logits = self.model.compute_logits(hidden[: config.max_num_seqs])
         n = len(logits)
-        ids = self.sampler(logits, torch.ones(n, device=device), self.slots.seeds[:n], position_ids[:n])
+        ids = self._sample_into_slots(logits, self.rows[:n], position_ids[:n])
         self.sampler.logprobs(logits.clone(), ids, 1)
 
     def _decode_padding(self, size: int) -> None:

@@ -37,12 +37,11 @@ class Slots:
 
     def fill(
         self, seqs: list[Sequence], n: int, copies: list[tuple[int, int, int]], block_size: int
-    ) -> tuple[Tensor, Context, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Context, Tensor]:
         """Send what is scheduled of `seqs` and their state, of which the first n sample.
 
-        Returns the ids to compute, their context, and of the first n where their last token is among these ids,
-        temperatures and seeds. copies: (entry, block, _): this entry reads its last block from another sequence's, and
-        stores nothing.
+        Returns the ids to compute, their context, and of the first n where their last token is among these ids.
+        copies: (entry, block, _): this entry reads its last block from another sequence's, and stores nothing.
         """
         starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
@@ -76,4 +75,4 @@ class Slots:
         context = Context(
             True, position_ids, slot_mapping, self.block_tables, rows, lens, cu_seqlens_q, query_lens, key_lens
         )
-        return ids, context, last, temperatures[:n], seeds[:n]
+        return ids, context, last

@@ -243,7 +243,7 @@ def norm_linear(
 ) -> tuple[Tensor, PendingNorm | None]:
     """y = x / rms(x) W^T + b of x [N, K], W [M, K] -> [N, M]; silu: silu(first half of y) * second half, [N, M / 2].
 
-    squares: what `linear_add` returned with x, `None` if something else has written it.
+    squares: sums of squares of parts of each row of x, from what has written it; `None` where that does not know.
     A norm beside y has yet to be applied to it; there is none with silu.
     """
     if _fits(x, weight, bias, False):

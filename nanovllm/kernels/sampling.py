@@ -10,7 +10,16 @@ import math
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import by_device, fast_log2, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import (
+    arrival_counters,
+    by_device,
+    fast_log2,
+    next_power_of_2,
+    pdl,
+    tl,
+    triton,
+    wait_for_inputs,
+)
 
 _M32 = 0xFFFFFFFF
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -35,20 +44,26 @@ def gumbel_reference(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
 
 
 def sample_with_scores_reference(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor | None = None,
+    last_tokens: Tensor | None = None, out: Tensor | None = None, vocab_offset: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As sample, for columns vocab_offset... of the vocabulary: (scores [B] fp32, ids [B] int64, over the vocabulary).
 
     The shard with the best score (the first of equals) has the token that the whole vocabulary would give.
     """
     ids = torch.arange(vocab_offset, vocab_offset + logits.shape[1], device=logits.device)
+    if rows is not None:
+        temperatures, seeds = temperatures[rows], seeds[rows]
     t = temperatures[:, None]
     scores = logits.float()
     if bool((t > 0).any()):
         scores = torch.where(t > 0, scores / t.where(t > 0, 1.0) + gumbel_reference(seeds, positions, ids), scores)
     scores = scores.masked_fill(scores.isnan(), -math.inf)
     best = scores.amax(1)
-    return best, ids.where(scores == best[:, None], ids[-1]).amin(1)
+    ids = ids.where(scores == best[:, None], ids[-1]).amin(1)
+    if last_tokens is not None:
+        last_tokens[rows] = ids
+    return best, ids if out is None else out.copy_(ids)
 
 
 @triton.jit
@@ -59,19 +74,22 @@ def _mix32(x):
 
 
 @triton.jit(do_not_specialize=["tiles"])
-def _best_of_chunk_kernel(
-    logits, temperatures, seeds, positions, scores, ids, stride, vocab, offset, tiles,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _sample_kernel(
+    logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids, counters,
+    stride, vocab, offset, tiles, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, row): the best of `tiles` tiles of BLOCK logits. With noise, scores are in units of log2:
+    """Program (chunk, row): the best of `tiles` tiles of BLOCK logits; the last of a row to arrive takes the best of
+    its chunks, and counters are zero before and after. With noise, scores are in units of log2:
     logit / T * log2(e) - log2(-log2(1 - u)) orders tokens as logit / T - log(-log(1 - u)) does."""
     row = tl.program_id(1).to(tl.int64)
+    chunks = tl.num_programs(0)
     first = tl.program_id(0) * tiles * BLOCK
     lane = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
-    t = tl.load(temperatures + row)
+    r = row if rows is None else tl.load(rows + row).to(tl.int64)
+    t = tl.load(temperatures + r)
     scale = tl.where(t > 0, _LOG2E / t, 1.0)
-    seed = tl.load(seeds + row)
+    seed = tl.load(seeds + r)
     key = _mix32(tl.load(positions + row).to(tl.uint32) + 0x9E3779B1)
     key0 = _mix32(seed.to(tl.uint32) + _mix32((seed >> 32).to(tl.uint32) + key))
     key1 = _mix32(key0 + 0x85EBCA6B)
@@ -91,24 +109,20 @@ def _best_of_chunk_kernel(
         best = tl.where(better, s, best)
         best_id = tl.where(better, cols, best_id)
     top = tl.max(best, 0)
-    out = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(scores + out, top)
-    tl.store(ids + out, tl.min(tl.where(best == top, best_id, 2147483647), 0))
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def _best_of_row_kernel(
-    scores, ids, temperatures, out_scores, out_ids, offset, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
-    s = tl.load(scores + row * chunks + i, mask=i < chunks, other=float("-inf"))
-    best = tl.max(s, 0)
-    win = tl.load(ids + row * chunks + i, mask=i < chunks, other=2147483647)
-    tl.store(out_ids + row, tl.min(tl.where(s == best, win, 2147483647), 0).to(tl.int64) + offset)
-    noisy = tl.load(temperatures + row) > 0
-    tl.store(out_scores + row, tl.where(noisy, best / _LOG2E + 0.36651292, best))  # + -log(log(2)): back to nats
+    tl.store(scores + row * chunks + tl.program_id(0), top)
+    tl.store(ids + row * chunks + tl.program_id(0), tl.min(tl.where(best == top, best_id, 2147483647), 0))
+    tl.debug_barrier()  # the whole program has stored before its arrival shows
+    if tl.atomic_add(counters + row, 1, sem="acq_rel", scope="gpu") == chunks - 1:
+        tl.store(counters + row, 0)
+        c = tl.arange(0, BLOCK_C)
+        all_scores = tl.load(scores + row * chunks + c, mask=c < chunks, other=float("-inf"), cache_modifier=".cg")
+        all_ids = tl.load(ids + row * chunks + c, mask=c < chunks, other=2147483647, cache_modifier=".cg")
+        top = tl.max(all_scores, 0)
+        token_id = tl.min(tl.where(all_scores == top, all_ids, 2147483647), 0).to(tl.int64) + offset
+        tl.store(out_ids + row, token_id)
+        if last_tokens is not None:
+            tl.store(last_tokens + r, token_id)
+        tl.store(out_scores + row, tl.where(t > 0, top / _LOG2E + 0.36651292, top))  # + -log(log(2)): back to nats
 
 
 def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int]:
@@ -119,7 +133,8 @@ def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int
 
 
 def sample_with_scores_triton(
-    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0,
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor | None = None,
+    last_tokens: Tensor | None = None, out: Tensor | None = None, vocab_offset: int = 0,
     config: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     (batch, vocab), device = logits.shape, logits.device
@@ -129,15 +144,13 @@ def sample_with_scores_triton(
     scores = torch.empty((batch, chunks), dtype=torch.float32, device=device)
     ids = torch.empty((batch, chunks), dtype=torch.int32, device=device)
     out_scores = torch.empty(batch, dtype=torch.float32, device=device)
-    out_ids = torch.empty(batch, dtype=torch.int64, device=device)
+    out_ids = torch.empty(batch, dtype=torch.int64, device=device) if out is None else out
     if batch:
-        _best_of_chunk_kernel[(chunks, batch)](
-            logits, temperatures, seeds, positions, scores, ids, logits.stride(0), vocab, vocab_offset, tiles,
-            BLOCK=block, num_warps=warps, **pdl(device),
-        )  # fmt: skip
-        _best_of_row_kernel[(batch,)](
-            scores, ids, temperatures, out_scores, out_ids, vocab_offset, chunks,
-            BLOCK=next_power_of_2(-(-vocab // block)), **pdl(device),  # one size for all numbers of tiles
+        _sample_kernel[(chunks, batch)](
+            logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids,
+            arrival_counters(device), logits.stride(0), vocab, vocab_offset, tiles,
+            # one size for all numbers of tiles
+            BLOCK=block, BLOCK_C=next_power_of_2(-(-vocab // block)), num_warps=warps, **pdl(device),
         )  # fmt: skip
     return out_scores, out_ids
 
@@ -145,9 +158,14 @@ def sample_with_scores_triton(
 sample_with_scores = by_device(sample_with_scores_triton, sample_with_scores_reference)
 
 
-def sample(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """logits [B, V] (any float type), temperatures [B] fp32, seeds [B] int64, positions [B] int -> ids [B] int64.
+def sample(
+    logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor | None = None,
+    last_tokens: Tensor | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """logits [B, V] (any float type), temperatures [S] fp32, seeds [S] int64, positions [B] int -> ids [B] int64.
 
     Temperature 0 is greedy. Equal scores: the lowest id. NaN loses against everything.
+    rows [B] int32: where the temperature and seed of each are, and its place in `last_tokens` [S] int64, which gets the
+    ids too if given; None: S = B, in the same order. out: for the result.
     """
-    return sample_with_scores(logits, temperatures, seeds, positions)[1]
+    return sample_with_scores(logits, temperatures, seeds, positions, rows, last_tokens, out)[1]

@@ -6,9 +6,10 @@ padded, and padding never gets a logit.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.kernels.embedding import embed
+from nanovllm.layers.linear import Stream
 from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
 
@@ -25,13 +26,10 @@ class VocabParallelEmbedding(nn.Module):
         self.start = parallel.rank * self.share
         self.weight = new_weight(self.share, hidden_size, dtype=dtype, device=device)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        if self.parallel.size == 1:
-            return F.embedding(ids, self.weight)
-        ids = ids - self.start
-        mine = (ids >= 0) & (ids < self.share)
-        x = F.embedding(ids.where(mine, 0), self.weight) * mine[:, None]
-        return self.parallel.all_reduce(x)
+    def forward(self, ids: Tensor) -> Stream:
+        """[N] -> the residual stream that they begin, [N, hidden]."""
+        x, squares = embed(ids, self.weight, self.start)
+        return Stream(x, squares) if self.parallel.size == 1 else Stream(self.parallel.all_reduce(x))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         checkpoint.read(self.weight, f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start)
@@ -40,12 +38,12 @@ class VocabParallelEmbedding(nn.Module):
 class ParallelLMHead(VocabParallelEmbedding):
     """Logits of this rank's share of the vocabulary: [N, hidden] -> [N, num_logits], padding cut off.
 
-    num_logits: real ids of the share. `forward` writes into `out` where it is given.
+    num_logits: real ids of the share. `logits` writes into `out` where it is given.
     """
 
     @property
     def num_logits(self) -> int:
         return max(0, min(self.share, self.vocab_size - self.start))
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(x, self.weight[: self.num_logits].t(), out=out)

@@ -77,8 +77,13 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Stream:
         """`residual` in place; every rank comes with the same, and the first one adds its own to the sum."""
-        squares = linear_add(x, self.weight, self.bias, residual, self.parallel.rank == 0)
-        return Stream(residual, squares) if self.parallel.size == 1 else Stream(self.parallel.all_reduce(residual))
+        parallel = self.parallel
+        part = parallel.sums.part(residual) if parallel.sums else None
+        if parallel.sums and part is not None:
+            linear_add(x, self.weight, self.bias, part, add=False)
+            return Stream(residual, parallel.sums.add(part, residual))
+        squares = linear_add(x, self.weight, self.bias, residual, parallel.rank == 0)
+        return Stream(residual, squares) if parallel.size == 1 else Stream(parallel.all_reduce(residual))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         checkpoint.read(self.weight, f"{name}.weight", (self.out_features, self.in_features), 1, self.share[0])

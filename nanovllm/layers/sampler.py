@@ -29,14 +29,21 @@ class Sampler:
     def __init__(self, parallel: Parallel, vocab_start: int) -> None:
         self.parallel, self.vocab_start = parallel, vocab_start
 
-    def __call__(self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """[B, share of the vocabulary] -> ids [B] int64, the same on every rank; temperature 0 is greedy."""
+    def __call__(
+        self, logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor,
+        last_tokens: Tensor, out: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """[B, share of the vocabulary] -> ids [B] int64 in `out`, the same on every rank; temperature 0 is greedy.
+
+        rows [B]: where each has its temperature and seed, and its place in `last_tokens`, which is written too.
+        """
         if self.parallel.size == 1:
-            return sample(logits, temperatures, seeds, positions)
-        scores, ids = sample_with_scores(logits, temperatures, seeds, positions, self.vocab_start)
+            return sample(logits, temperatures, seeds, positions, rows, last_tokens, out)
+        scores, ids = sample_with_scores(logits, temperatures, seeds, positions, rows, vocab_offset=self.vocab_start)
         every = self.parallel.all_gather(torch.stack([scores.double(), ids.double()]))
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id
-        return every[:, 1].gather(0, best)[0].long()
+        last_tokens[rows] = out.copy_(every[:, 1].gather(0, best)[0])
+        return out
 
     def rule_out(self, logits: Tensor, pairs: list[tuple[int, int]]) -> None:
         """Set logits of (row, token id) to -inf, as far as the ids are in this rank's share of the vocabulary."""

@@ -106,14 +106,14 @@ class Qwen3ForCausalLM(nn.Module):
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """[N] -> hidden states [N, hidden]."""
-        stream = Stream(self.embed_tokens(input_ids))
+        stream = self.embed_tokens(input_ids)
         for layer in self.layers:
             stream = layer(stream, context)
         return self.norm(stream.x)
 
     def compute_logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, hidden] -> this rank's share of the logits [N, share of the vocabulary], in `out` if given."""
-        return self.lm_head(hidden, out)
+        return self.lm_head.logits(hidden, out)
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Read this rank's weights; `CheckpointError` if any is missing or has no place."""

@@ -6,45 +6,36 @@ also in a capture, and leaving a group never waits for another rank.
 """
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_c10d: Any = torch._C._distributed_c10d
+from nanovllm.kernels.all_reduce import PROGRAMS, add_parts_triton
+from nanovllm.utils.peer_memory import PeerMemory
+
 CONNECT_TIMEOUT = timedelta(seconds=60)
-# Whether small sums on GPUs go through memory that all ranks can read, instead of NCCL. On two H200s the first engine
-# of a process is faster with it (8B: `batch16` 1.97 s against 2.21, `bench` 8.90 against 9.10). Off: a second engine of
-# the same process, and a killed rank, have not been seen to work with it.
-SYMMETRIC_MEMORY = False
-ONE_SHOT_BYTES, TWO_SHOT_BYTES = 1 << 20, 8 << 20
-
-
-def all_reduce_kind(num_bytes: int) -> str:
-    """What is fastest, measured on two H200s: every rank reads all, or sums its part and collects the rest, or NCCL."""
-    if num_bytes % 16 or num_bytes > TWO_SHOT_BYTES:
-        return "nccl"
-    return "one_shot" if num_bytes <= ONE_SHOT_BYTES else "two_shot"
+# Sums of at most so many bytes from all other ranks go through memory that all can read, instead of NCCL. Measured on
+# two H200s.
+PEER_BYTES = 8 << 20
+_FLAG_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
 class Parallel:
     """Rank `rank` of `size`; the default is a group of one, where collectives do nothing.
 
-    buffer: memory that all ranks can read, known to them by `name`; pads: of each rank, the flags they wait for in it.
-    named, store: the group that torch finds by `name`, and its store, as long as somebody holds them.
+    sums: how sums of few rows are made on GPUs that see each other's memory.
     """
 
     rank: int = 0
     size: int = 1
     group: Any = None
-    name: str = ""
-    named: Any = None
-    store: Any = None
-    buffer: torch.Tensor | None = None
-    pads: list[torch.Tensor] = field(default_factory=list)
+    sums: "PeerSums | None" = None
 
     @classmethod
     def connect(cls, rank: int, size: int, device: torch.device, folder: str) -> "Parallel":
@@ -54,8 +45,8 @@ class Parallel:
         if device.type == "cuda":
             self = cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
             self.minimum(0, device)  # the first collective is what connects
-            if SYMMETRIC_MEMORY:
-                self._share_memory(folder, store, device)
+            with suppress(OSError):
+                self.sums = PeerSums(rank, size, device, folder, lambda mine: bool(self.minimum(int(mine), device)))
             return self
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -69,13 +60,6 @@ class Parallel:
         """Sum of `x` over the ranks, in `x` or a new tensor."""
         if self.size == 1:
             return x
-        kind = all_reduce_kind(x.nbytes)
-        if self.buffer is not None and kind != "nccl" and op == "SUM" and x.dtype in (torch.bfloat16, torch.float32):
-            shared = self.buffer[: x.nbytes].view(x.dtype).view(x.shape)
-            if kind == "one_shot":
-                return torch.ops.symm_mem.one_shot_all_reduce_copy(shared, x, "sum", self.name)
-            shared.copy_(x)
-            return torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self.name, x)
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
         _finish(self.group.allreduce([x], options))
@@ -102,68 +86,72 @@ class Parallel:
 
         stuck: whether a rank has died.
         """
-        group, self.group, self.buffer = self.group, None, None
+        if self.sums:
+            self.sums.answer_for_the_dead()
+        group, self.group = self.group, None
         if group is not None and group.name() == "nccl":
-            if stuck and self.pads:
-                threading.Thread(target=self._answer_for_the_dead, daemon=True).start()
             group.abort()  # returns when no graph holds its kernels any more
-            if self.pads:
-                torch.cuda.synchronize(self.pads[0].device)
-                _c10d._unregister_process_group(self.name)
-            self.pads = []
-
-    def _answer_for_the_dead(self) -> None:
-        with torch.cuda.stream(torch.cuda.Stream(self.pads[0].device)):
-            while pads := self.pads:
-                for rank, pad in enumerate(pads):  # ours: they are there; theirs: they have seen us
-                    pad.fill_(int(rank == self.rank))
-                torch.cuda.current_stream().synchronize()
-
-    def _share_memory(self, name: str, store: Any, device: torch.device) -> None:
-        """Set up `buffer`, unless the GPUs or this torch cannot do it; multicast is never used."""
-        buffer, pads = None, []
-        try:
-            symmetric = _c10d._SymmetricMemory
-            self.store = store = _NumberedFromZero(dist.PrefixStore("symmetric-memory", store))
-            symmetric.set_group_info(name, self.rank, self.size, store)
-            # newer torch looks the group up by its name, and wants no more of it than its store
-            self.named = dist.ProcessGroup(store, self.rank, self.size)
-            _c10d._register_process_group(name, self.named)
-            buffer = symmetric.empty_strided_p2p((TWO_SHOT_BYTES,), (1,), torch.uint8, device, name)
-            handle = symmetric.rendezvous(buffer, name)
-            pads = [handle.get_signal_pad(rank, dtype=torch.int32) for rank in range(self.size)]
-            pads[self.rank].clone().fill_(1)  # a kernel cannot be loaded any more when another one is stuck
-        except (AttributeError, RuntimeError, ValueError):
-            pass
-        if self.minimum(len(pads), device):
-            self.name, self.buffer, self.pads = name, buffer, pads
+        if self.sums and not stuck:
+            self.sums.free()
+            self.sums = None
 
 
-class _NumberedFromZero(dist.Store):
-    """Renames the keys kind/number/rank of a set-up, which torch numbers by counters of the process: a rank that has
-    been in another group before must find those that have not."""
+class PeerSums:
+    """Adds up what the ranks have written into memory that all of them see, by a kernel of ours.
 
-    def __init__(self, store: dist.Store) -> None:
-        super().__init__()
-        self.store = store
-        self.first: dict[str, int] = {}  # number of each kind
+    `OSError` on all ranks if these GPUs cannot do it. agree: see `PeerMemory`.
+    """
 
-    def _rename(self, key: str) -> str:
-        kind, number, *rest = key.split("/")
-        first = self.first.setdefault(kind, int(number))
-        return "/".join([kind, str(int(number) - first), *rest])
+    def __init__(
+        self, rank: int, size: int, device: torch.device, folder: str, agree: Callable[[bool], bool]
+    ) -> None:  # fmt: skip
+        self.rank, self.size = rank, size
+        count = torch.cuda.device_count()
+        devices = [(device.index + peer - rank) % count for peer in range(size)]
+        self.memory = PeerMemory(_FLAG_BYTES + 2 * PEER_BYTES, rank, devices, folder, agree)
+        bytes_ = self.memory.tensor()
+        self.flags = bytes_[: size * PROGRAMS * 8].view(torch.int64).view(size, PROGRAMS)
+        self.parts, self.half = bytes_[_FLAG_BYTES:].view(2, PEER_BYTES), 0
+        self.flags.fill_(0)  # also because no kernel can be loaded any more when another one is stuck
+        self.turns = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
+        own = self.memory.addresses[rank]
+        self.deltas = torch.tensor([address - own for address in self.memory.addresses], device=device)
+        self.stream, self.ended = torch.cuda.Stream(device), threading.Event()
+        self.thread = threading.Thread(target=self._answer, daemon=True)
+        agree(True)  # all flags are zero
 
-    def set(self, key: str, value: Any) -> None:
-        self.store.set(self._rename(key), value)
+    def part(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Where this rank writes its part of a sum that `add` is to add to `x` [N, H]; `None` if it is too large.
 
-    def get(self, key: str) -> bytes:
-        return self.store.get(self._rename(key))
+        Halves of the memory alternate, so from one point where all ranks meet to the next there must be an even number
+        of sums.
+        """
+        if x.nbytes * (self.size - 1) > PEER_BYTES or len(x) > PROGRAMS:
+            return None
+        self.half = 1 - self.half
+        return self.parts[self.half, : x.nbytes].view(x.dtype).view(x.shape)
 
-    def wait(self, keys: list[str], timeout: timedelta = CONNECT_TIMEOUT) -> None:
-        self.store.wait([self._rename(key) for key in keys], timeout)
+    def add(self, part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """x += the sum of all ranks' `part`, in place; sums of squares of parts of its rows [N, parts], fp32."""
+        return add_parts_triton(part, x, self.flags, self.turns, self.deltas, self.rank)
 
-    def add(self, key: str, amount: int) -> int:
-        return self.store.add(self._rename(key), amount)
+    def answer_for_the_dead(self) -> None:
+        """What waits for another rank on our GPU ends, with rubbish; nothing must be added any more."""
+        with suppress(RuntimeError):  # it has been started before
+            self.thread.start()
+
+    def _answer(self) -> None:
+        with torch.cuda.stream(self.stream):
+            while not self.ended.is_set():  # again and again: those that live still write theirs
+                self.flags.fill_(1 << 62)
+                self.stream.synchronize()
+
+    def free(self) -> None:
+        """Give the memory back, after `answer_for_the_dead`."""
+        torch.cuda.synchronize(self.stream.device)
+        self.ended.set()
+        self.thread.join()
+        self.memory.free()
 
 
 def _finish(work: Any) -> None:

@@ -1,10 +1,11 @@
-"""Times a sum over GPUs by NCCL and through symmetric memory, 2 KB to 8 MB, in a CUDA graph. Not a test.
+"""Times a sum over GPUs, 2 KB to 8 MB in a CUDA graph: NCCL, and our kernel with residual and squares. Not a test.
 
 Usage: python tests/gpu/bench_all_reduce.py [number of GPUs]
 """
 
 import multiprocessing
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,20 +14,18 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from nanovllm.utils import parallel
 
-KINDS, CALLS, REPEATS = ("nccl", "one_shot", "two_shot"), 50, 20
+CALLS, REPEATS, HIDDEN = 50, 20, 1024
 
 
-def microseconds(group: parallel.Parallel, num_bytes: int, kind: str) -> float:
-    """Of one sum, in a graph of CALLS of them; the result is checked once."""
-    parallel.all_reduce_kind = lambda _: kind
-    x = torch.full((num_bytes // 2,), float(group.rank + 1), dtype=torch.bfloat16, device="cuda")
-    assert (group.all_reduce(x.clone()) == group.size * (group.size + 1) / 2).all(), kind
-    x.zero_()  # it may be summed in place, again and again
+def microseconds(call: Callable[[], object]) -> float:
+    """Of one call, in a graph of CALLS of them."""
+    call()
+    call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CALLS):
-            group.all_reduce(x)
+            call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(REPEATS):
@@ -41,16 +40,31 @@ def microseconds(group: parallel.Parallel, num_bytes: int, kind: str) -> float:
 @torch.inference_mode()
 def run(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
-    parallel.SYMMETRIC_MEMORY = True
+    parallel.PEER_BYTES = 64 << 20
     group = parallel.Parallel.connect(rank, size, torch.device("cuda", rank), folder)
-    kinds = KINDS if group.buffer is not None else KINDS[:1]
-    chosen = parallel.all_reduce_kind
+    sums = group.sums
     if rank == 0:
-        print(f"{size} GPUs, bf16, microseconds a sum\n{'bytes':>9}", *(f"{kind:>9}" for kind in kinds), "chosen")
+        print(f"{size} GPUs, bf16, microseconds a sum\n    bytes     nccl     ours", flush=True)
+        if sums is None:
+            print("no memory that all GPUs see: NCCL alone")
     for num_bytes in (2 << 10, 8 << 10, 32 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20):
-        times = [microseconds(group, num_bytes, kind) for kind in kinds]
+        x = torch.zeros(num_bytes // 2 // HIDDEN, HIDDEN, dtype=torch.bfloat16, device="cuda")
+        times = [microseconds(lambda x=x: group.all_reduce(x))]
+        if sums and (part := sums.part(x)) is not None:
+            part.fill_(rank + 1)
+            x.fill_(0.5)
+            sums.add(part, x)
+            assert (x == 0.5 + size * (size + 1) / 2).all()
+
+            def add(x: torch.Tensor = x) -> None:
+                part = sums.part(x)
+                assert part is not None
+                sums.add(part, x)
+
+            add()  # an even number in all
+            times.append(microseconds(add))
         if rank == 0:
-            print(f"{num_bytes:>9}", *(f"{us:>9.1f}" for us in times), chosen(num_bytes), flush=True)
+            print(f"{num_bytes:>9}", *(f"{us:>8.1f}" for us in times), flush=True)
     torch.cuda.synchronize()
     group.leave()
 

@@ -22,6 +22,7 @@ from nanovllm.kernels import (
     activation,
     attention_decode,
     attention_prefill,
+    embedding,
     linear,
     norm,
     rope,
@@ -107,8 +108,9 @@ def rope_case(rows: int, target: str) -> Case:
 def sample_case(rows: int, temperature: float, target: str) -> Case:
     def make(seed: int) -> Call:
         logits, t = 3 * rand(rows, VOCAB), torch.full((rows,), temperature, device="cuda")
-        seeds, positions = torch.arange(rows, device="cuda"), torch.arange(rows, device="cuda") + seed
-        return lambda **kw: sampling.sample_with_scores_triton(logits, t, seeds, positions, **kw)
+        seeds, positions, live = torch.arange(rows, device="cuda"), ints(range(seed, seed + rows)), ints(range(rows))
+        slots = live, torch.zeros_like(seeds), torch.empty_like(seeds)  # as a step calls it
+        return lambda **kw: sampling.sample_with_scores_triton(logits, t, seeds, positions, *slots, **kw)
 
     tiles = (4, 6, 8, 12, 16) if rows > 64 else (1, 2)
     shapes = ((1024, 4), (2048, 8), (512, 4), (512, 2), (1024, 8))
@@ -133,6 +135,10 @@ def truncate_case(rows: int, k: int, p: float, dtype: torch.dtype = torch.bfloat
 
 
 def small_cases(rows: int) -> list[Case]:
+    def embed(seed: int) -> Call:
+        ids, weight = torch.randint(VOCAB, (rows,), device="cuda"), rand(VOCAB, HIDDEN)
+        return lambda: embedding.embed_triton(ids, weight, 0)
+
     def rms_norm(seed: int) -> Call:
         x, w = rand(rows, HIDDEN), rand(HIDDEN)
         return lambda: norm.rms_norm_triton(x, w, 1e-6)
@@ -153,6 +159,7 @@ def small_cases(rows: int) -> list[Case]:
         return lambda: step_inputs.decode_inputs_triton(live, *state, BLOCK, *long, *int32)
 
     return [
+        Case(f"embedding {rows}", embed, rows * HIDDEN * 4, 4),
         Case(f"norm {rows}", rms_norm, rows * HIDDEN * 4, 16),
         Case(f"silu*mul {rows}", silu, rows * INTERMEDIATE * 6, 16),
         Case(f"store {rows}", store, rows * HK * D * 8, 16),

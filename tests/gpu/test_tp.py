@@ -27,12 +27,12 @@ EXPECTED = [answer["token_ids"] for answer in GOLDEN]
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
 
 
-@pytest.fixture(params=[True, False], ids=["symmetric", "nccl"])
+@pytest.fixture(params=[True, False], ids=["peers", "nccl"])
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Small sums through symmetric memory, or everything through NCCL."""
-    if request.param:
-        monkeypatch.setattr(parallel, "SYMMETRIC_MEMORY", True)
-        monkeypatch.setattr(worker, "serve", rank_faults.serve_with_symmetric_memory)
+    """Small sums through memory that all ranks see, or everything through NCCL."""
+    if not request.param:
+        monkeypatch.setattr(parallel, "PEER_BYTES", 0)
+        monkeypatch.setattr(worker, "serve", rank_faults.serve_with_nccl_alone)
     yield request.param
 
 
@@ -52,7 +52,7 @@ def ids_of(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sam
 )
 def test_golden_answers_are_exact_on_two_gpus(tiny_model: str, transport: bool, options: dict) -> None:
     with LLM(tiny_model, tensor_parallel_size=2, **options) as llm:
-        assert (llm.runner.parallel.buffer is not None) == transport
+        assert llm.runner.parallel.sums is not None and (parallel.PEER_BYTES > 0) == transport
         assert bool(llm.runner.graphs) != options.get("enforce_eager", False)
         assert ids_of(llm, PROMPTS, GREEDY) == EXPECTED
         assert ids_of(llm, PROMPTS[:1], GREEDY) == EXPECTED[:1]

@@ -29,7 +29,7 @@ MANY_ROWS = [65, 67, 128, 192, 255, 256] if DEVICE == "cuda" else [67, 255]
 def test_norm_linear_equals_the_reference(rows, k, n, silu, dtype):
     x, w = randn(rows, k, dtype=dtype), 0.1 * randn(n * (2 if silu else 1), k, dtype=dtype, seed=2)
     expected = norm_linear_reference(x.float(), 1e-6, w.float(), None, silu)
-    for squares in (None, *(x.float().square().unflatten(1, (-1, size)).sum(2) for size in (32, 1))):
+    for squares in (None, *(x.float().square().unflatten(1, (-1, size)).sum(2) for size in (32, 1, k))):
         out = norm_linear_triton(x, squares, 1e-6, w, silu)
         assert out.dtype == dtype and out.shape == (rows, n)
         assert_close(out, expected)

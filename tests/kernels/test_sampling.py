@@ -81,6 +81,23 @@ def test_shards_of_the_vocabulary_agree_with_the_whole(sample):
 
 
 @BOTH
+def test_rows_say_whose_temperature_and_seed_it_is_and_where_ids_go(sample):
+    _, temperatures, seeds, _ = inputs(9, 1, torch.float32)
+    logits, *_, positions = inputs(6, 3000, torch.bfloat16)
+    rows, padding = ints([4, 1, 6, 3, 8, 8]), 8
+    where = rows.long()
+    expected_scores, expected = sample_with_scores_reference(logits, temperatures[where], seeds[where], positions)
+    last_tokens, out = (ints([-1] * n, torch.int64) for n in (9, 7))
+    for _ in range(2):  # the second time, the counters must have gone back to zero
+        scores, ids = sample(logits, temperatures, seeds, positions, rows, last_tokens, out[:6])
+        assert ids.data_ptr() == out.data_ptr() and torch.equal(ids, expected) and out[6] == -1
+        torch.testing.assert_close(scores, expected_scores, rtol=2e-5, atol=2e-5)
+        assert torch.equal(last_tokens[where[:4]], expected[:4]) and last_tokens[padding] in expected[4:]
+        assert (last_tokens[[0, 2, 5, 7]] == -1).all()
+        assert torch.equal(sample(logits, temperatures, seeds, positions, rows)[1], expected)
+
+
+@BOTH
 def test_a_row_draws_the_same_alone_and_in_a_batch(sample):
     args = inputs(6, 3000, torch.bfloat16)
     _, together = sample(*args)
