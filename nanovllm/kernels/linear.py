@@ -167,14 +167,14 @@ class Tile(NamedTuple):
 def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
     """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit."""
     rows = 16 if m <= 16 else 64
-    columns = _BLOCK_N * (2 if m > _MOST_ROWS or (add and n >= 4096) else 1)
-    splits, tiles = 1, -(-m // rows) * (n // columns)
-    while not silu and (tiles * splits < 128 or k > 2048 * splits) and tiles * splits < 256:
+    columns = _BLOCK_N * (2 if m > 128 or (add and n >= 4096) else 1)
+    splits, tiles, enough = 1, -(-m // rows) * (n // columns), 128 if m <= _MOST_ROWS else 96
+    while not silu and (tiles * splits < enough or k > 2048 * splits) and tiles * splits < 256:
         if k % (2 * splits * _BLOCK_K):
             break
         splits *= 2
     stage = itemsize * _BLOCK_K * (rows + columns * (2 if silu else 1))
-    stages = min(3 if m > _MOST_ROWS else 4 if silu else 5, shared_memory(device) // stage)
+    stages = min(4 if silu or m > _MOST_ROWS else 5, shared_memory(device) // stage)
     return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
 
 
