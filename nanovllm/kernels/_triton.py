@@ -99,15 +99,6 @@ def wait_for_inputs(PDL: tl.constexpr):
     let_next_start(PDL)
 
 
-@triton.jit
-def prefetch(pointers, size):
-    """Begin to bring `size` bytes at each pointer into L2, both multiples of 16. Needs 9.0, as PDL does."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers.to(tl.int64), size], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @functools.lru_cache
 def pdl(device: torch.device) -> dict[str, bool]:
     """Options of a launch that waits for its inputs: shorter gaps in a chain of small kernels, on 9.0 and up."""

@@ -24,7 +24,6 @@ from nanovllm.kernels._triton import (
     let_next_start,
     next_power_of_2,
     pdl,
-    prefetch,
     shared_memory,
     tl,
     triton,
@@ -34,7 +33,6 @@ from nanovllm.kernels._triton import (
 from nanovllm.kernels.activation import silu_mul, silu_mul_reference
 from nanovllm.kernels.norm import PendingNorm, rms_norm, rms_norm_reference
 
-_PREFETCH = False  # weights of products of few rows into L2 while the kernel before runs
 _MOST_ROWS, _MOST_ROWS_NARROW = 64, 256
 _NARROW = 1024  # columns
 _BLOCK_N, _BLOCK_K = 32, 128  # a tile of weights; twice as wide where a product has many columns to add
@@ -86,7 +84,7 @@ def _one_row_kernel(
 def _few_rows_kernel(
     x, squares, weight, residual, out, squares_out, partial, counters, M, N, K, eps, add, parts, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
-    SILU: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of K, rows). Of several splits the last to arrive adds up all, in order; counters
     are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N.
@@ -103,14 +101,6 @@ def _few_rows_kernel(
     a_ptr = x + i[:, None] * K + k[None, :]
     w_ptr = weight + n[:, None].to(tl.int64) * K + k[None, :]
     up = N.to(tl.int64) * K
-    if PREFETCH and PDL:  # noqa: SIM102
-        if tl.program_id(2) == 0:  # the others read the same
-            share = length // 4  # no fewer pieces than threads
-            pieces = weight + n[:, None].to(tl.int64) * K + split * length + tl.arange(0, 4)[None, :] * share
-            size = share * (weight.dtype.element_ty.primitive_bitwidth // 8)
-            prefetch(pieces, size)
-            if SILU:
-                prefetch(pieces + up, size)
     wait_for_inputs(PDL)
     if NORM:  # read now and needed at the end
         p = tl.arange(0, BLOCK_P)[None, :]
@@ -207,7 +197,7 @@ def _few_rows(
         x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
         m, n, k, eps, int(bool(add)), parts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
         BLOCK_P=next_power_of_2(parts), SPLITS=tile.splits, NORM=squares is not None, SILU=silu,
-        ADD=add is not None, PREFETCH=_PREFETCH, num_warps=tile.warps, num_stages=tile.stages, **pdl(x.device),
+        ADD=add is not None, num_warps=tile.warps, num_stages=tile.stages, **pdl(x.device),
     )  # fmt: skip
     return new_squares
 
