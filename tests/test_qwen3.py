@@ -347,9 +347,9 @@ def test_golden_answers_of_the_trained_model_come_out_exactly(tiny_model: str, o
 
 @pytest.fixture
 def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    def fits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add: bool) -> bool:
         (n, k), rows = weight.shape, x.shape[0]
-        return bias is None and rows <= 64 and (rows == 1 or (n % 64 == 0 and k % 128 == 0))
+        return bias is None and rows <= (256 if add else 64) and (rows == 1 or (n % 64 == 0 and k % 128 == 0))
 
     monkeypatch.setattr(linear, "_fits", fits)
 
@@ -359,7 +359,9 @@ def few_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_norms_from_sums_of_squares_give_the_log_probabilities_of_plain_norms(
     intermediate_size: int, known: int, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 70, 6, 2 and 1 rows; 160: the product after the activation is none of ours, its sums are unknown."""
+    """Steps of 70, 6, 2 and 1 rows; 160: the product after the activation is none of ours, its sums are unknown.
+
+    With 70 rows the norm is applied after the product, by the activation or with the rotary embedding."""
     shape = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     folder = save_random_qwen3(tmp_path, vocab_size=64, intermediate_size=intermediate_size, **shape)
     prompts = [list(range(2, 7)), [9], [i % 60 + 2 for i in range(70)]]
@@ -371,16 +373,22 @@ def test_norms_from_sums_of_squares_give_the_log_probabilities_of_plain_norms(
 
     expected = answers()
     request.getfixturevalue("few_rows_everywhere")
-    steps: list[list[bool]] = []
-    product = linear.norm_linear_triton
+    steps: list[tuple[int, bool]] = []
+    pending: list[int] = []
+    product, pend = linear.norm_linear_triton, linear.PendingNorm
 
     def watch(x: torch.Tensor, squares: torch.Tensor | None, *args: Any) -> torch.Tensor:
         if squares is not None:
             assert torch.allclose(squares.sum(1), x.square().sum(1), rtol=1e-4)
-        steps.append([len(x), squares is not None])
+        steps.append((len(x), squares is not None))
         return product(x, squares, *args)
 
+    def watch_pending(squares: torch.Tensor, *args: Any) -> Any:
+        pending.append(len(squares))
+        return pend(squares, *args)
+
     monkeypatch.setattr(linear, "norm_linear_triton", watch)
+    monkeypatch.setattr(linear, "PendingNorm", watch_pending)
     for ours, theirs in zip(answers(), expected):
         for a, b in zip(ours, theirs, strict=True):
             assert a["token_ids"] == b["token_ids"]
@@ -390,6 +398,7 @@ def test_norms_from_sums_of_squares_give_the_log_probabilities_of_plain_norms(
     assert sum(has for rows, has in steps if rows == 6) == known
     of_one = [has for rows, has in steps if rows == 1]
     assert sum(of_one) == len(of_one) / 4  # those of the embedding
+    assert pending == [70] * known
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")

@@ -344,7 +344,7 @@ class ModelRunner:
         most = self.config.max_num_seqs
         self._run_prefill(1)
         self.controls.rehearse(self.dtype)
-        for size in {min(n, most) for n in (1, 2, 64, most)}:
+        for size in {min(n, most) for n in (1, 2, 64, 128, 256, most)}:
             self._decode_padding(size)
         self.reads_shared = self.backend.reads_shared_prefix(most, self.config.max_model_len)
         self._decode_padding(most)

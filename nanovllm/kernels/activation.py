@@ -8,33 +8,42 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.kernels._triton import by_device, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels.norm import PendingNorm, pending_args, pending_factor
 
 
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2 I] (contiguous; gate first) -> silu(gate) * up [N, I]."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
+def silu_mul_reference(gate_up: Tensor, norm: PendingNorm | None = None) -> Tensor:
+    """gate_up [N, 2 I] (contiguous; gate first) -> silu(gate) * up [N, I], after `norm` if one is given."""
+    gate, up = (norm.apply(gate_up) if norm else gate_up).chunk(2, -1)
+    return (F.silu(gate).to(gate_up.dtype) * up).to(gate_up.dtype)
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):  # noqa: E741
+def _silu_mul_kernel(
+    gate_up, out, squares, parts, size, norm_eps, I: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
+    BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < I
     wait_for_inputs(PDL)
     gate = tl.load(gate_up + row * 2 * I + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * I + I + cols, mask=mask, other=0.0).to(tl.float32)
+    if BLOCK_P:
+        factor = pending_factor(squares, row, parts, size, norm_eps, BLOCK_P)
+        gate = gate * factor
+        up = up * factor
     silu = (gate / (1.0 + tl.exp(-gate))).to(out.dtype.element_ty).to(tl.float32)  # rounded, as transformers does
     tl.store(out + row * I + cols, (silu * up).to(out.dtype.element_ty), mask=mask)
 
 
-def silu_mul_triton(gate_up: Tensor) -> Tensor:
+def silu_mul_triton(gate_up: Tensor, norm: PendingNorm | None = None) -> Tensor:
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
     if n:
         grid = (n, -(-width // block))
-        _silu_mul_kernel[grid](gate_up, out, I=width, BLOCK=block, num_warps=4, **pdl(gate_up.device))
+        options = {"num_warps": 4, **pending_args(norm, gate_up), **pdl(gate_up.device)}
+        _silu_mul_kernel[grid](gate_up, out, I=width, BLOCK=block, **options)
     return out
 
 

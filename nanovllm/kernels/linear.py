@@ -2,14 +2,17 @@
 
 A product of few rows is bound by reading the weights and by launches. On an H200 the four products of a
 layer of Qwen3-0.6B with their norms and activation take 12 us in four launches at one row (cuBLAS 34 us in
-seven), 20 against 28 at 16 rows; from 65 rows on cuBLAS is used, which wins at 256 rows, with 8B at 128 too.
+seven), 20 against 28 at 16 rows. From 65 rows on cuBLAS is used, which wins at 256 rows, with 8B at 128 too, but for
+narrow products that are added: those are ours up to 256 rows (0.6B: 5.3 and 6.8 us, cuBLAS 6.5 and 7.8).
 
 The weight of the norm is part of the matrix, so that of the norm itself one factor a row is left, which can be applied
-to the result. One row: weights do not depend on the kernel before, so a program loads them while that one still runs,
-and norm, activation and residual need no launch of their own. Up to 64 rows: programs share the K of a product, so that
-all multiprocessors read weights; a product that adds to the residual stream also sums its squares, of which the next
-product takes the factor. Invariant: partial sums are added in a fixed order.
+to the result, after cuBLAS by the kernel that reads it. One row: weights do not depend on the kernel before, so a
+program loads them while that one still runs, and norm, activation and residual need no launch of their own. More rows:
+programs share the K of a product, so that all multiprocessors read weights. A product that adds to the residual stream
+also sums its squares, of which the next product takes the factor. Invariant: partial sums are added in a fixed order.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +31,10 @@ from nanovllm.kernels._triton import (
     wait_for_last,
 )
 from nanovllm.kernels.activation import silu_mul, silu_mul_reference
-from nanovllm.kernels.norm import rms_norm, rms_norm_reference
+from nanovllm.kernels.norm import PendingNorm, rms_norm, rms_norm_reference
 
-_MOST_ROWS = 64
+_MOST_ROWS, _MOST_ROWS_NARROW = 64, 256
+_NARROW = 1024  # columns
 _BLOCK_N, _BLOCK_K = 32, 128  # a tile of weights; twice as wide where a product has many columns to add
 
 
@@ -82,12 +86,13 @@ def _few_rows_kernel(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
     SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns, split of K) of all rows. Of several splits the last to arrive adds up all, in order; counters
+    """Program (columns, split of K, rows). Of several splits the last to arrive adds up all, in order; counters
     are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N.
     NORM: `parts` sums of squares of each row are in `squares`. ADD: each program leaves one in `squares_out`."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    i = tl.arange(0, BLOCK_M)
+    i_tile = tl.arange(0, BLOCK_M)
+    i = tl.program_id(2) * BLOCK_M + i_tile
     j = tl.arange(0, BLOCK_N)
     m = i < M
     n = tile * BLOCK_N + j
@@ -107,19 +112,22 @@ def _few_rows_kernel(
         acc = dot(a, tl.trans(tl.load(w_ptr + start)), acc)
         if SILU:
             acc_up = dot(a, tl.trans(tl.load(w_ptr + start + up)), acc_up)
+    o = i[:, None] * N + n[None, :]
+    if ADD:
+        old = tl.load(residual + o, mask=m[:, None] & (n < N * add)[None, :], other=0.0)
     ours = True
     if SPLITS > 1:
-        part = partial + tile.to(tl.int64) * SPLITS * (BLOCK_M * BLOCK_N) + i[:, None] * BLOCK_N + j[None, :]
+        block = tl.program_id(2) * tl.num_programs(0) + tile
+        part = partial + block.to(tl.int64) * SPLITS * (BLOCK_M * BLOCK_N) + i_tile[:, None] * BLOCK_N + j[None, :]
         tl.store(part + split * (BLOCK_M * BLOCK_N), acc)
         tl.debug_barrier()  # the whole program has stored before its arrival shows
-        ours = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
+        ours = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         if ours:
             acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             for s in tl.static_range(SPLITS):
                 acc += tl.load(part + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            tl.store(counters + tile, 0)
+            tl.store(counters + block, 0)
     if ours:
-        o = i[:, None] * N + n[None, :]
         if NORM:
             scale = tl.rsqrt(tl.sum(square, 1) / K + eps)[:, None]
             acc = acc * scale
@@ -127,7 +135,7 @@ def _few_rows_kernel(
         if SILU:
             acc = acc / (1.0 + tl.exp(-acc)) * acc_up
         if ADD:
-            acc += tl.load(residual + o, mask=m[:, None] & (n < N * add)[None, :], other=0.0).to(tl.float32)
+            acc += old.to(tl.float32)
         y = acc.to(out.dtype.element_ty)
         tl.store(out + o, y, mask=m[:, None])
         if ADD:
@@ -135,18 +143,29 @@ def _few_rows_kernel(
             tl.store(squares_out + i * tl.num_programs(0) + tile, tl.sum(stored * stored, 1), mask=m)
 
 
-def few_rows_splits(n: int, k: int, block_n: int = _BLOCK_N) -> int:
-    """Programs that share the K of a product of few rows: so that they fill the GPU and none has much more to do."""
-    splits, tiles = 1, n // block_n
-    while (tiles * splits < 128 or k > 2048 * splits) and tiles * splits < 256 and k % (2 * splits * _BLOCK_K) == 0:
+class Tile(NamedTuple):
+    """What one program of a product of few rows computes, in steps of `inner` along K, shared by `splits`."""
+
+    rows: int
+    columns: int
+    inner: int
+    splits: int
+    warps: int
+    stages: int
+
+
+def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
+    """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit."""
+    rows = 16 if m <= 16 else 64
+    columns = _BLOCK_N * (2 if m > 128 or (add and n >= 4096) else 1)
+    splits, tiles, enough = 1, -(-m // rows) * (n // columns), 128 if m <= _MOST_ROWS else 96
+    while not silu and (tiles * splits < enough or k > 2048 * splits) and tiles * splits < 256:
+        if k % (2 * splits * _BLOCK_K):
+            break
         splits *= 2
-    return splits
-
-
-def few_rows_stages(block_m: int, block_n: int, silu: bool, itemsize: int, device: torch.device) -> int:
-    """Tiles on their way to a program, as many as help and as its shared memory holds."""
-    stage = itemsize * _BLOCK_K * (block_m + block_n * (2 if silu else 1))
-    return min(4 if silu else 5, shared_memory(device) // stage)
+    stage = itemsize * _BLOCK_K * (rows + columns * (2 if silu else 1))
+    stages = min(4 if silu or m > _MOST_ROWS else 5, shared_memory(device) // stage)
+    return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
 
 
 def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
@@ -162,29 +181,31 @@ def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bo
 
 
 def _few_rows(
-    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
-) -> Tensor:
+    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """As `_one_row`; returns the sums of squares of the parts of each row of `out` [N, parts], if `add` is given."""
     (m, k), n = x.shape, out.shape[1]
-    block_m = 16 if m <= 16 else _MOST_ROWS
-    block_n = _BLOCK_N * (2 if add is not None and n >= 4096 else 1)
-    splits = 1 if silu else few_rows_splits(n, k, block_n)
-    tiles, parts = n // block_n, squares.shape[1] if squares is not None else 1
+    tile = tile or few_rows_tile(m, n, k, silu, add is not None, x.element_size(), x.device)
+    across, down = n // tile.columns, -(-m // tile.rows)
+    parts = squares.shape[1] if squares is not None else 1
     partial, new_squares = (
         torch.empty(size, dtype=torch.float32, device=x.device)
-        for size in ((tiles * splits if splits > 1 else 1, block_m, block_n), (m, tiles))
+        for size in ((across * down * tile.splits if tile.splits > 1 else 1, tile.rows, tile.columns), (m, across))
     )
-    _few_rows_kernel[(tiles, splits)](
+    _few_rows_kernel[(across, tile.splits, down)](
         x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
-        m, n, k, eps, int(bool(add)), parts, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K,
-        BLOCK_P=next_power_of_2(parts), SPLITS=splits, NORM=squares is not None, SILU=silu, ADD=add is not None,
-        num_warps=4, num_stages=few_rows_stages(block_m, block_n, silu, x.element_size(), x.device), **pdl(x.device),
+        m, n, k, eps, int(bool(add)), parts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
+        BLOCK_P=next_power_of_2(parts), SPLITS=tile.splits, NORM=squares is not None, SILU=silu,
+        ADD=add is not None, num_warps=tile.warps, num_stages=tile.stages, **pdl(x.device),
     )  # fmt: skip
     return new_squares
 
 
 def norm_linear_triton(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, silu: bool = False) -> Tensor:
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if silu else 1)), dtype=x.dtype, device=x.device)
+    if squares is not None and squares.shape[1] > 64:  # more than a program holds beside its tile
+        squares = squares.sum(1, keepdim=True)
     if x.shape[0] == 1:
         _one_row(x, eps, weight, out, silu, None)
     else:
@@ -199,24 +220,29 @@ def linear_add_triton(x: Tensor, weight: Tensor, residual: Tensor, add: bool = T
     return None
 
 
-def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _fits(x: Tensor, weight: Tensor, bias: Tensor | None, add: bool) -> bool:
     """Whether our kernels can and should do this product."""
     (n, k), rows = weight.shape, x.shape[0]
-    fast = x.is_cuda and x.dtype != torch.float32 and bias is None and 0 < rows <= _MOST_ROWS
+    most = _MOST_ROWS_NARROW if add and n <= _NARROW else _MOST_ROWS
+    fast = x.is_cuda and x.dtype != torch.float32 and bias is None and 0 < rows <= most
     return fast and (k <= 16384 if rows == 1 else n % (2 * _BLOCK_N) == 0 and k % _BLOCK_K == 0)
 
 
 def norm_linear(
     x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None = None, silu: bool = False
-) -> Tensor:
+) -> tuple[Tensor, PendingNorm | None]:
     """y = x / rms(x) W^T + b of x [N, K], W [M, K] -> [N, M]; silu: silu(first half of y) * second half, [N, M / 2].
 
     squares: sums of squares of parts of each row of x, from what has written it; `None` where that does not know.
+    A norm beside y has yet to be applied to it; there is none with silu.
     """
-    if _fits(x, weight, bias):
-        return norm_linear_triton(x, squares, eps, weight, silu)
-    y = F.linear(rms_norm(x, None, eps), weight, bias)
-    return silu_mul(y) if silu else y
+    if _fits(x, weight, bias, False):
+        return norm_linear_triton(x, squares, eps, weight, silu), None
+    if squares is None or bias is not None or x.dtype == torch.float16:  # whose range may be too small without the norm
+        y, norm = F.linear(rms_norm(x, None, eps), weight, bias), None
+    else:
+        y, norm = F.linear(x, weight), PendingNorm(squares, x.shape[1], eps)
+    return (silu_mul(y, norm), None) if silu else (y, norm)
 
 
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, add: bool = True) -> Tensor | None:
@@ -224,7 +250,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor,
 
     Returns the sums of squares of parts of each row of `residual` [N, parts], fp32, where the kernel has them.
     """
-    if _fits(x, weight, bias):
+    if _fits(x, weight, bias, True):
         return linear_add_triton(x, weight, residual, add)
     if bias is not None:
         residual = residual.add_(bias) if add else residual.copy_(bias.expand_as(residual))

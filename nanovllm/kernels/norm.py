@@ -1,12 +1,47 @@
 """RMSNorm where no product does it; the residual is added by the product before it (`kernels/linear.py`).
 
+Also what is left of a norm after a product that left it out: one factor a row, for the kernel that reads the product.
+
 Invariant: the mean square is summed in fp32, whatever the type of the model.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
+
+
+class PendingNorm(NamedTuple):
+    """The norm of rows x [N, size] that is still to be applied to their product: a factor of 1 / rms(x).
+
+    squares: sums of squares of parts of each row of x [N, parts], fp32, contiguous.
+    """
+
+    squares: Tensor
+    size: int
+    eps: float
+
+    def apply(self, y: Tensor) -> Tensor:
+        """y [N, M] -> fp32."""
+        return y.float() * torch.rsqrt(self.squares.sum(1, keepdim=True) / self.size + self.eps)
+
+
+@triton.jit
+def pending_factor(squares, row, parts, size, norm_eps, BLOCK_P: tl.constexpr):
+    part = tl.arange(0, BLOCK_P)
+    square = tl.load(squares + row * parts + part, mask=part < parts, other=0.0)
+    return tl.rsqrt(tl.sum(square, 0) / size + norm_eps)
+
+
+def pending_args(norm: PendingNorm | None, unused: Tensor) -> dict[str, Any]:
+    """Arguments of a kernel that calls `pending_factor` if BLOCK_P is not 0."""
+    if norm is None:
+        return {"squares": unused, "parts": 0, "size": 0, "norm_eps": 0.0, "BLOCK_P": 0}
+    squares, size, eps = norm
+    parts = squares.shape[1]
+    return {"squares": squares, "parts": parts, "size": size, "norm_eps": eps, "BLOCK_P": next_power_of_2(parts)}
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

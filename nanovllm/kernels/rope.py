@@ -7,20 +7,22 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels.norm import PendingNorm, pending_args, pending_factor
 
 
 def norm_rope_store_reference(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float,
+    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """RMSNorm over each q and k head, rotary embedding (halves, not pairs), store of k and v; returns q [N, Hq, D].
 
     qkv [N, (Hq + 2 Hkv) D] (rows may be strided, Hq may be 0); q_weight, k_weight [D], or both None: no norm;
     cos_sin [max_pos, D] fp32, cos in the first half, or None: no rotation; positions [N] int32 or int64;
-    slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place.
+    slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place;
+    norm: of the rows before the product that qkv is, if it is still to be applied.
     """
     num_kv_heads, dim = k_cache.shape[2:]
-    heads = qkv.unflatten(-1, (-1, dim))
+    heads = (norm.apply(qkv) if norm else qkv).unflatten(-1, (-1, dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
 
     if cos_sin is not None:
@@ -33,9 +35,9 @@ def norm_rope_store_reference(
         if cos_sin is not None:
             x1, x2 = f.chunk(2, -1)
             f = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
-        return f.to(x.dtype)
+        return f.to(qkv.dtype)
 
-    q, k = norm_rope(q, q_weight), norm_rope(k, k_weight)
+    q, k, v = norm_rope(q, q_weight), norm_rope(k, k_weight), v.to(qkv.dtype)
     live = slot_mapping >= 0
     if not bool(live.all()):
         k, v, slot_mapping = k[live], v[live], slot_mapping[live]
@@ -48,8 +50,8 @@ def norm_rope_store_reference(
 @triton.jit
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HB: tl.constexpr, NORM: tl.constexpr,
-    ROPE: tl.constexpr, PDL: tl.constexpr,
+    squares, parts, size, norm_eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    HB: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, i): HB query heads, then HB key heads, then HB value heads, as i grows. No branches, so that all
     loads are in flight at once: value heads are rotated too, and the result dropped."""
@@ -75,6 +77,12 @@ def _norm_rope_store_kernel(
         sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
     f1 = x1.to(tl.float32)
     f2 = x2.to(tl.float32)
+    if BLOCK_P:
+        factor = pending_factor(squares, token, parts, size, norm_eps, BLOCK_P)
+        f1 = f1 * factor
+        f2 = f2 * factor
+    v1 = f1
+    v2 = f2
     if NORM:
         weight = q_weight if is_q else k_weight
         w1 = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
@@ -82,8 +90,8 @@ def _norm_rope_store_kernel(
         rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
         f1 = f1 * rstd * w1
         f2 = f2 * rstd * w2
-    y1 = tl.where(is_v, x1, (f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype))
-    y2 = tl.where(is_v, x2, (f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype))
+    y1 = tl.where(is_v, v1, f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype)
+    y2 = tl.where(is_v, v2, f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype)
     q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
     tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
     tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
@@ -95,7 +103,8 @@ def _norm_rope_store_kernel(
 
 def norm_rope_store_triton(
     qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, config: tuple[int, int] | None = None,
+    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
+    config: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """config: (heads a program, warps)."""
     n, (hk, dim) = qkv.shape[0], k_cache.shape[2:]
@@ -107,7 +116,7 @@ def norm_rope_store_triton(
             qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
             HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, NORM=q_weight is not None,
-            ROPE=cos_sin is not None, num_warps=warps, **pdl(qkv.device),
+            ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv), **pdl(qkv.device),
         )  # fmt: skip
     return q
 

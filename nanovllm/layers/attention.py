@@ -7,6 +7,7 @@ are stored before any is read, because sequences of one step may share blocks.
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.norm import PendingNorm
 from nanovllm.kernels.rope import norm_rope_store
 from nanovllm.layers.attention_backend import AttentionBackend
 from nanovllm.utils.context import Context
@@ -25,12 +26,17 @@ class Attention(nn.Module):
         self.backend: AttentionBackend
         self.k_cache = self.v_cache = torch.empty(0)
 
-    def forward(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, context: Context) -> Tensor:
-        """[N, (heads + 2 * kv_heads) * head_dim] -> [N, heads * head_dim]; weights of the q/k norms, if any."""
+    def forward(
+        self, qkv: Tensor, norm: PendingNorm | None, q_weight: Tensor | None, k_weight: Tensor | None, context: Context
+    ) -> Tensor:
+        """[N, (heads + 2 * kv_heads) * head_dim] -> [N, heads * head_dim].
+
+        norm: that of the layer's input, if it is still to be applied to qkv; weights of the q/k norms, if any.
+        """
         # All K/V of the step are stored before any is read: sequences of one step may share blocks.
         q = norm_rope_store(
             qkv, q_weight, k_weight, self.rope, context.positions, context.slot_mapping,
-            self.k_cache, self.v_cache, self.eps,
+            self.k_cache, self.v_cache, self.eps, norm,
         )  # fmt: skip
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
         return attend(q, self.k_cache, self.v_cache, context, self.scale).flatten(1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.linear import linear_add, norm_linear
+from nanovllm.kernels.norm import PendingNorm
 from nanovllm.utils.checkpoint import Checkpoint, new_weight
 from nanovllm.utils.parallel import Parallel
 
@@ -44,7 +45,8 @@ class ColumnParallelLinear(nn.Module):
         self.weight = new_weight(rows, in_features, dtype=dtype, device=device)
         self.bias = new_weight(rows, dtype=dtype, device=device) if bias else None
 
-    def forward(self, stream: Stream) -> Tensor:
+    def forward(self, stream: Stream) -> tuple[Tensor, PendingNorm | None]:
+        """y, and the norm where whatever reads y is still to apply it."""
         return norm_linear(stream.x, stream.squares, self.eps, self.weight, self.bias, self.silu)
 
     def load(self, checkpoint: Checkpoint, norm: str, *names: str) -> None:

@@ -37,8 +37,8 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(my_kv_heads, dim, rope, eps)
 
     def forward(self, stream: Stream, context: Context) -> Stream:
-        qkv = self.qkv_proj(stream)
-        return self.o_proj(self.attn(qkv, self.q_norm.weight, self.k_norm.weight, context), stream.x)
+        qkv, norm = self.qkv_proj(stream)
+        return self.o_proj(self.attn(qkv, norm, self.q_norm.weight, self.k_norm.weight, context), stream.x)
 
     def load(self, checkpoint: Checkpoint, name: str, norm: str) -> None:
         self.qkv_proj.load(checkpoint, norm, f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
@@ -59,7 +59,8 @@ class Qwen3MLP(nn.Module):
         self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
 
     def forward(self, stream: Stream) -> Stream:
-        return self.down_proj(self.gate_up_proj(stream), stream.x)
+        product, _ = self.gate_up_proj(stream)  # with its norm: the activation has applied it
+        return self.down_proj(product, stream.x)
 
     def load(self, checkpoint: Checkpoint, name: str, norm: str) -> None:
         self.gate_up_proj.load(checkpoint, norm, f"{name}.gate_proj", f"{name}.up_proj")

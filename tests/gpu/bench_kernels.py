@@ -173,7 +173,7 @@ def product_cases(rows: int) -> list[Case]:
     def normed(out: int, silu: bool) -> Callable[[int], Call]:
         def make(seed: int) -> Call:
             x, weight = rand(rows, HIDDEN), rand(out, HIDDEN)
-            squares = x.float().square().unflatten(1, (-1, 32)).sum(2) if rows <= 64 else None
+            squares = x.float().square().unflatten(1, (-1, 32)).sum(2) if rows <= 256 else None
             return lambda: linear.norm_linear(x, squares, 1e-6, weight, None, silu)
 
         return make
@@ -203,7 +203,7 @@ def all_cases() -> list[Case]:
     uneven = [1600 - 1500 * i // 255 for i in range(256)]  # the longest first, as the engine orders them
     return [
         *(c for rows in (1, 256) for c in small_cases(rows)),
-        *(c for rows in (1, 4, 16, 32, 64, 256) for c in product_cases(rows)),
+        *(c for rows in (1, 4, 16, 32, 64, 128, 256) for c in product_cases(rows)),
         rope_case(1, "1.2 us"),
         rope_case(256, "3 us"),
         decode_case("256 x 900", [900] * 256, 2, "4.0 TB/s", many),

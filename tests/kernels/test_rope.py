@@ -5,6 +5,7 @@ import torch
 from common import DEVICE, DTYPES, assert_close, ints, randn
 from torch import Tensor
 
+from nanovllm.kernels.norm import PendingNorm
 from nanovllm.kernels.rope import norm_rope_store_reference, norm_rope_store_triton
 
 
@@ -40,6 +41,29 @@ def test_q_is_returned_and_k_and_v_are_stored_in_their_slots(heads, kv_heads, di
     assert torch.equal(~ours.isnan(), written)  # nothing else is touched
     assert_close(ours[0][written[0]], theirs[0][written[0]])
     assert torch.equal(ours[1][written[1]].float(), theirs[1][written[1]])  # values are copied
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 12, 16, 256])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_pending_norm_is_applied_before_those_of_heads_and_to_values(norm, parts, dtype):
+    heads, kv_heads, dim, rows = 4, 2, 64, 67
+    qkv, squares = 1e-3 * randn(rows, (heads + 2 * kv_heads) * dim, dtype=dtype), randn(rows, parts, seed=3).square()
+    factor = (squares.sum(1, keepdim=True) / (8 * parts) + 1e-3).rsqrt()
+    weights = [randn(dim, seed=s) if norm else None for s in (1, 2)]
+    args = cos_sin_table(dim), ints([*range(rows)]), ints([*range(rows)])
+    theirs = poisoned_caches(5, 16, kv_heads, dim, torch.float32)
+    # the heads' epsilon is as large as their mean square: it tells whether the factor came first
+    expected = norm_rope_store_reference(qkv.float() * factor, *weights, *args, *theirs, 1e-5)
+    weights = [None if w is None else w.to(dtype) for w in weights]
+    for norm_rope_store in (norm_rope_store_reference, norm_rope_store_triton):
+        ours = poisoned_caches(5, 16, kv_heads, dim, dtype)
+        q = norm_rope_store(qkv, *weights, *args, *ours, 1e-5, PendingNorm(squares, 8 * parts, 1e-3))
+        assert q.dtype == dtype
+        assert_close(q, expected)
+        written = ~theirs.isnan()
+        assert torch.equal(~ours.isnan(), written)
+        assert_close(ours[written], theirs[written])
 
 
 def test_the_reference_rotates_halves_as_transformers_does():
