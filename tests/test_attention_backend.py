@@ -2,6 +2,7 @@
 
 import sys
 from importlib.machinery import ModuleSpec
+from itertools import accumulate
 from types import ModuleType
 
 import pytest
@@ -13,7 +14,7 @@ from nanovllm.kernels.attention_prefill import paged_prefill_reference
 from nanovllm.layers import attention_backend
 from nanovllm.layers.attention_backend import (
     AttentionBackend,
-    FlashAttentionBackend,
+    FlashAttention4Backend,
     TorchBackend,
     TritonBackend,
     make_backend,
@@ -61,7 +62,22 @@ def with_kvcache_3(
     return attend(q, k_cache, v_cache, page_table, cu_seqlens_q, cache_seqlens, softmax_scale)
 
 
-FLASH = {"flash_attn": (varlen_2, with_kvcache_2), "flash_attn_interface": (varlen_3, with_kvcache_3)}
+def varlen_4(
+    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *, seqused_k=None,
+    page_table=None, softmax_scale=None, causal=False, num_splits=0, return_lse=False,
+):  # fmt: skip
+    assert causal and num_splits == 1  # it cannot split on Hopper
+    assert k.shape[1] == 128 and max_seqlen_q is None  # one kernel for all lengths, by TMA
+    return attend(q, k, v, page_table, cu_seqlens_q, seqused_k, softmax_scale), None
+
+
+FLASH_2, FLASH_3, FLASH_4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute"
+FLASH = {
+    FLASH_2: {"flash_attn_varlen_func": varlen_2, "flash_attn_with_kvcache": with_kvcache_2},
+    FLASH_3: {"flash_attn_varlen_func": varlen_3, "flash_attn_with_kvcache": with_kvcache_3},
+    FLASH_4: {"flash_attn_varlen_func": varlen_4},
+    "flash_attn": {},
+}
 CUDA = torch.device("cuda")
 
 
@@ -73,10 +89,10 @@ def machine(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         for name, functions in FLASH.items():
             monkeypatch.setitem(sys.modules, name, None)  # not to be found, even if it is installed
-            if name in packages:
+            if any(f"{package}.".startswith(f"{name}.") for package in packages):
                 module = ModuleType(name)
                 module.__spec__ = ModuleSpec(name, None)
-                module.flash_attn_varlen_func, module.flash_attn_with_kvcache = functions  # type: ignore[attr-defined]
+                module.__dict__.update(functions)
                 monkeypatch.setitem(sys.modules, name, module)
 
     return believe
@@ -86,42 +102,48 @@ def make(dtype: torch.dtype = torch.bfloat16, block_size: int = 256, name: str =
     return make_backend(name, CUDA, dtype, block_size)
 
 
+def version_of(method) -> int | None:
+    backend = method.__self__
+    return 4 if isinstance(backend, FlashAttention4Backend) else getattr(backend, "version", None)
+
+
 @pytest.mark.parametrize(
     ("capability", "packages", "version"),
     [
-        ((9, 0), ("flash_attn", "flash_attn_interface"), 3), ((9, 0), ("flash_attn_interface",), 3),
-        ((9, 0), ("flash_attn",), 2), ((8, 0), ("flash_attn", "flash_attn_interface"), 2),
-        ((10, 0), ("flash_attn", "flash_attn_interface"), 2),
+        ((9, 0), (FLASH_2, FLASH_3, FLASH_4), 3), ((9, 0), (FLASH_3,), 3), ((9, 0), (FLASH_2, FLASH_4), 4),
+        ((9, 0), (FLASH_4,), 4), ((9, 0), (FLASH_2,), 2), ((8, 0), (FLASH_2, FLASH_3, FLASH_4), 2),
+        ((10, 0), (FLASH_2, FLASH_3, FLASH_4), 2),
     ],
 )  # fmt: skip
-def test_flash_attn_3_serves_hopper_and_2_the_rest(machine, capability, packages, version):
+def test_flash_attn_3_and_4_serve_hopper_and_2_the_rest(machine, capability, packages, version):
     machine(capability, *packages)
-    backend = make(block_size=16 if version == 3 else 256)
-    assert isinstance(backend, FlashAttentionBackend) and backend.version == version
+    backend = make(block_size={2: 256, 3: 16, 4: 128}[version])
+    assert version_of(backend.prefill) == version and isinstance(backend, TritonBackend) == (version == 4)
 
 
 @pytest.mark.parametrize(
-    ("capability", "packages", "dtype", "flash_prefill"),
+    ("capability", "packages", "dtype", "block_size", "version"),
     [
-        ((9, 0), ("flash_attn_interface",), torch.bfloat16, True),
-        ((9, 0), ("flash_attn_interface",), torch.float16, True),
-        ((9, 0), ("flash_attn_interface",), torch.float32, False),
-        ((9, 0), ("flash_attn",), torch.bfloat16, False),
-        ((8, 0), ("flash_attn_interface",), torch.bfloat16, False),
+        ((9, 0), (FLASH_3,), torch.bfloat16, 16, 3), ((9, 0), (FLASH_3, FLASH_4), torch.float16, 256, 3),
+        ((9, 0), (FLASH_2, FLASH_4), torch.float16, 384, 4), ((9, 0), (FLASH_4,), torch.bfloat16, 128, 4),
+        ((9, 0), (FLASH_4,), torch.bfloat16, 64, None), ((9, 0), (FLASH_3, FLASH_4), torch.float32, 256, None),
+        ((9, 0), (FLASH_2,), torch.bfloat16, 256, None), ((8, 0), (FLASH_3, FLASH_4), torch.bfloat16, 256, None),
+        ((10, 0), (FLASH_3, FLASH_4), torch.bfloat16, 256, None),
     ],
-)
-def test_auto_takes_the_prefill_of_flash_attn_3_where_it_fits(machine, capability, packages, dtype, flash_prefill):
+)  # fmt: skip
+def test_auto_takes_the_prefill_of_flash_attn_3_or_4_where_it_fits(
+    machine, capability, packages, dtype, block_size, version
+):
     machine(capability, *packages)
     for name in ("auto", "triton"):
-        backend = make(dtype, 16, name)
-        assert isinstance(backend, TritonBackend)
-        of = backend.prefill.__self__
-        assert isinstance(of, FlashAttentionBackend) == (flash_prefill and name == "auto")
-        assert backend.decode.__self__ is backend
+        backend = make(dtype, block_size, name)
+        assert isinstance(backend, TritonBackend) and backend.decode.__func__ is TritonBackend.decode
+        assert version_of(backend.prefill) == (version if name == "auto" else None)
 
 
-def test_auto_does_without_a_flash_attn_that_is_broken(machine, monkeypatch):
-    machine((9, 0), "flash_attn_interface")
+@pytest.mark.parametrize("package", [FLASH_3, FLASH_4])
+def test_auto_does_without_a_flash_attn_that_is_broken(machine, monkeypatch, package):
+    machine((9, 0), package)
 
     def fail(name: str):
         raise ImportError(f"{name}: undefined symbol")
@@ -139,31 +161,33 @@ def test_what_flash_attn_cannot_serve_is_refused_with_the_field(machine):
     machine((8, 6), *FLASH)
     with pytest.raises(ValueError, match="kvcache_block_size=16: must be a multiple of 256"):
         make(block_size=16)
-    machine((8, 6), "flash_attn_interface")
-    with pytest.raises(ValueError, match=r"attention_backend='flash_attn': .*pip install 'nanovllm\[flash-attn\]'"):
-        make()
+    machine((9, 0), FLASH_2, FLASH_4)
+    with pytest.raises(ValueError, match="kvcache_block_size=64: must be a multiple of 128 with flash-attn 4"):
+        make(block_size=64)
+    for packages in ((), (FLASH_3, FLASH_4)):
+        machine((8, 6), *packages)
+        with pytest.raises(ValueError, match=r"attention_backend='flash_attn': .*pip install 'nanovllm\[flash-attn\]'"):
+            make()
     machine((7, 5), *FLASH)
     for name in ("flash_attn", "triton", "auto"):
         with pytest.raises(ValueError, match=f"attention_backend='{name}': needs compute capability"):
             make(name=name)
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_flash_attn_gets_what_its_functions_take(machine, version):
-    machine((9, 0), "flash_attn" if version == 2 else "flash_attn_interface")
-    backend, reference = make(), TorchBackend()
+def assert_same(backend: AttentionBackend, query_lens: list[int], key_lens: list[int]) -> None:
+    """Two layers of a prefill, and of a decode, are those of the reference."""
     torch.manual_seed(0)
+    reference = TorchBackend()
     k, v = torch.randn(2, 5, 256, 2, 32)
     slots = torch.tensor([[4, 0], [0, 0], [1, 3], [2, 0]], dtype=torch.int32)
-    rows = torch.tensor([2, 3, 0], dtype=torch.int32)
-    key_lens, query_lens = [300, 7, 40], [20, 1, 40]
+    rows = torch.tensor([2, 3, 0], dtype=torch.int32).repeat(len(query_lens) // 3)
     lens = torch.tensor(key_lens, dtype=torch.int32)
-    starts = torch.tensor([0, 20, 21, 61], dtype=torch.int32)
+    starts = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
     for one, batch in (
         (False, Context(True, lens, lens, slots, rows, lens, starts, query_lens, key_lens)),
         (True, Context(False, lens, lens, slots, rows, lens, key_lens=key_lens)),
     ):
-        q = torch.randn(3 if one else 61, 4, 32)
+        q = torch.randn(len(rows) if one else sum(query_lens), 4, 32)
         outs = []
         for b in (reference, backend):
             batch.gather = None
@@ -171,3 +195,23 @@ def test_flash_attn_gets_what_its_functions_take(machine, version):
                 outs.append((b.decode if one else b.prefill)(q, k, v, batch, 0.3))
         for out in outs[1:]:
             torch.testing.assert_close(out, outs[0])
+
+
+@pytest.mark.parametrize("package", [FLASH_2, FLASH_3])
+def test_flash_attn_gets_what_its_functions_take(machine, package):
+    machine((9, 0), package)
+    assert_same(make(), [20, 1, 40], [300, 7, 40])
+
+
+def test_flash_attn_4_gets_large_prefills_only_in_pages_of_its_tile(machine, monkeypatch):
+    machine((9, 0), FLASH_4)
+    monkeypatch.setattr(attention_backend, "LARGE_PREFILL", 61)
+    backend = make()
+    calls = []
+    varlen = backend.varlen
+    backend.varlen = lambda *args, **options: calls.append(len(args[0])) or varlen(*args, **options)
+    assert_same(backend, [20, 1, 40], [300, 7, 40])
+    assert calls == [61, 61]
+    assert_same(backend, [20, 1, 39], [300, 7, 40])  # few tokens
+    assert_same(backend, [1] * 258, [300, 7, 40] * 86)  # many sequences
+    assert calls == [61, 61]

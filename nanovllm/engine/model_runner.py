@@ -26,6 +26,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.errors import OutOfMemoryError
 from nanovllm.kernels._triton import compile_ahead
+from nanovllm.kernels.attention_prefill import LARGE_PREFILL
 from nanovllm.kernels.step_inputs import decode_inputs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import make_backend
@@ -319,7 +320,7 @@ class ModelRunner:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self._run_prefill(self.config.max_num_batched_tokens)
+        self._run_prefill(self.config.max_num_batched_tokens, self.config.max_model_len)
         self._decode_padding(self.config.max_num_seqs)
         peak = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
@@ -341,8 +342,9 @@ class ModelRunner:
 
     def _rehearse(self) -> None:
         """Call every kernel that requests may need, in each of its variants."""
-        most = self.config.max_num_seqs
-        self._run_prefill(1)
+        most, longest = self.config.max_num_seqs, self.config.max_model_len
+        for total, each in ((1, 1), (LARGE_PREFILL, longest), (LARGE_PREFILL, 1)):  # few and many sequences may differ
+            self._run_prefill(min(total, self.config.max_num_batched_tokens), each)
         self.controls.rehearse(self.dtype)
         for size in {min(n, most) for n in (1, 2, 64, 128, 256, most)}:
             self._decode_padding(size)
@@ -350,10 +352,8 @@ class ModelRunner:
         self._decode_padding(most)
         self.reads_shared = False
 
-    def _run_prefill(self, total: int) -> None:
+    def _run_prefill(self, total: int, longest: int) -> None:
         """A prefill of `total` tokens with as many samples as there can be, into no cache block."""
-        config = self.config
-        longest = config.max_model_len
         lens = [longest] * (total // longest) + ([total % longest] if total % longest else [])
         device = self.device
         rows = torch.full((len(lens),), self.slots.padding_row, dtype=torch.int32, device=device)
@@ -365,7 +365,7 @@ class ModelRunner:
             cu_seqlens, lens, lens,
         )  # fmt: skip
         hidden = self.model(torch.zeros_like(position_ids), context)
-        logits = self.model.compute_logits(hidden[: config.max_num_seqs])
+        logits = self.model.compute_logits(hidden[: self.config.max_num_seqs])
         n = len(logits)
         ids = self._sample_into_slots(logits, self.rows[:n], position_ids[:n])
         self.sampler.logprobs(logits.clone(), ids, 1)

@@ -95,6 +95,10 @@ def _prefill_kernel(
     tl.store(dst, acc.to(out.dtype.element_ty), mask=row_mask)
 
 
+# Tokens from which on the GPU is busy for longer than the host with a costly launch.
+LARGE_PREFILL = 2048
+
+
 class PrefillConfig(NamedTuple):
     rows: int  # query rows a tile: tokens times heads of a group
     keys: int  # keys a tile
@@ -110,8 +114,8 @@ def prefill_config(dim: int, itemsize: int, capability: tuple[int, int], block_s
     if capability[0] not in (9, 10):
         return PrefillConfig(128, 64, 8, 2) if dim <= 128 else PrefillConfig(64, 32, 8, 2)
     registers = 128 if dim <= 128 else None
-    # building the descriptors costs the host 50 us a launch: only where the GPU is busy for longer
-    if tokens >= 2048 and block_size % 64 == 0 and dim == next_power_of_2(dim):
+    # building the descriptors costs the host 50 us a launch
+    if tokens >= LARGE_PREFILL and block_size % 64 == 0 and dim == next_power_of_2(dim):
         return PrefillConfig(128, 64, 8, 2, tma=TensorDescriptor is not None, registers=registers)
     return PrefillConfig(128, 64, 8, 3 if dim <= 128 else 2, registers=registers)
 

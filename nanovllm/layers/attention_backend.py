@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.attention_decode import paged_decode, paged_decode_triton
-from nanovllm.kernels.attention_prefill import paged_prefill
+from nanovllm.kernels.attention_prefill import LARGE_PREFILL, paged_prefill
 from nanovllm.kernels.attention_shared import shared_prefix_triton
 from nanovllm.utils.context import Context
 
@@ -135,14 +135,14 @@ class TritonBackend(AttentionBackend):
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """The flash-attn package, version 2 (`flash_attn`) or 3 (`flash_attn_interface`).
+    """The flash-attn package, version 2 (`flash_attn.flash_attn_interface`) or 3 (`flash_attn_interface`).
 
     Its functions take the block tables of the batch, so the rows are gathered once a step.
     """
 
     def __init__(self, version: int) -> None:
         self.version = version
-        flash = import_module("flash_attn_interface" if version == 3 else "flash_attn")
+        flash = import_module("flash_attn_interface" if version == 3 else "flash_attn.flash_attn_interface")
         self.varlen, self.with_kvcache = flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
@@ -176,10 +176,36 @@ class FlashAttentionBackend(AttentionBackend):
         return context.gather[0]
 
 
+class FlashAttention4Backend(TritonBackend):
+    """Our kernels, but large prefills by the package flash-attn-4 (`flash_attn.cute`), which compiles one for them.
+
+    It has no split of the keys on Hopper, which decode needs, and takes the host 0.1 ms a launch. The cache is seen in
+    pages of 128 tokens, which it loads by TMA, whole: all of the cache must be finite.
+    """
+
+    def __init__(self) -> None:
+        self.varlen = import_module("flash_attn.cute").flash_attn_varlen_func
+
+    def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
+        if len(q) < LARGE_PREFILL or len(context.rows) > 256:  # it takes other kernels for more sequences
+            return super().prefill(q, k_cache, v_cache, context, scale)
+        if context.gather is None:
+            pages = k_cache.shape[1] // 128
+            first = context.block_tables[context.rows][:, :, None] * pages
+            context.gather = [(first + torch.arange(pages, dtype=torch.int32, device=q.device)).flatten(1)]
+        k, v = (cache.view(-1, 128, *cache.shape[2:]) for cache in (k_cache, v_cache))
+        # without `max_seqlen_q`, for which it has one kernel more
+        return self.varlen(
+            q, k, v, cu_seqlens_q=context.cu_seqlens_q, seqused_k=context.context_lens, page_table=context.gather[0],
+            softmax_scale=scale, causal=True, num_splits=1,
+        )[0]  # fmt: skip
+
+
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """The backend `name`; `ValueError` if it cannot serve.
 
-    "auto" is "torch" on a CPU and "triton" on a GPU, with the prefill of flash-attn 3 where that is installed and fits.
+    "auto" is "torch" on a CPU and "triton" on a GPU, on Hopper with the prefill of flash-attn 3 or else 4 where it is
+    installed and fits. "flash_attn" is version 3 or else 4 on Hopper, or else 2.
     Measured on an H200, of our kernels, flash-attn 3 and 2: decode of 256 x 1000 tokens 242, 261 and 353 us, prefill of
     2 x 8000 tokens 1,142, 795 and 1,785 us (16 heads of 128, 8 of K/V, blocks of 256).
     """
@@ -193,18 +219,27 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if capability < (8, 0):
         raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
     is_half = dtype in (torch.bfloat16, torch.float16)
-    has_version_3 = capability[0] == 9 and find_spec("flash_attn_interface") is not None  # it is for Hopper
+    is_hopper = capability[0] == 9
+    has_version_3 = is_hopper and find_spec("flash_attn_interface") is not None
     if name in ("auto", "triton"):
         backend = TritonBackend()
-        if name == "auto" and is_half and has_version_3:
-            with suppress(ImportError, OSError, AttributeError):  # of a broken installation, which nobody asked for
-                backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
+        if name == "auto" and is_half and is_hopper:
+            with suppress(ImportError, OSError, AttributeError, RuntimeError):  # of what nobody asked for
+                if has_version_3:
+                    backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
+                elif block_size % 128 == 0:
+                    backend = FlashAttention4Backend()
         return backend
     if not is_half:
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
     if has_version_3:
         return FlashAttentionBackend(3)
-    if not find_spec("flash_attn"):
+    has_package = find_spec("flash_attn") is not None  # a folder that flash-attn 2 and 4 share
+    if is_hopper and has_package and find_spec("flash_attn.cute"):
+        if block_size % 128:
+            raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 128 with flash-attn 4")
+        return FlashAttention4Backend()
+    if not (has_package and find_spec("flash_attn.flash_attn_interface")):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
     if block_size % 256:
         raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 256 with flash-attn 2")

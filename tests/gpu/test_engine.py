@@ -2,7 +2,6 @@
 
 import gc
 import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
+from nanovllm.layers import attention_backend
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["answers"]
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
@@ -32,13 +32,15 @@ def answers(llm: LLM, one_by_one: bool = False) -> list[list[int]]:
 @pytest.mark.parametrize("enforce_eager", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("backend", ["triton", "torch", "flash_attn"])
-def test_golden_answers_are_exact(tiny_model, backend, dtype, enforce_eager):
+def test_golden_answers_are_exact(tiny_model, backend, dtype, enforce_eager, monkeypatch):
     if backend == "torch" and not enforce_eager:
         pytest.skip("the torch backend gathers by lengths on the host: no graphs")
-    if backend == "flash_attn" and (
-        dtype == "float32" or not (find_spec("flash_attn") or find_spec("flash_attn_interface"))
-    ):
-        pytest.skip("needs the package flash-attn, which has no float32")
+    if backend == "flash_attn":
+        monkeypatch.setattr(attention_backend, "LARGE_PREFILL", 1)  # every prefill by flash-attn 4, if it is that
+        try:
+            attention_backend.make_backend(backend, torch.device("cuda"), getattr(torch, dtype), 256)
+        except ValueError as error:
+            pytest.skip(str(error))
     with LLM(tiny_model, attention_backend=backend, dtype=dtype, enforce_eager=enforce_eager) as llm:
         expected = [answer["token_ids"] for answer in GOLDEN]
         assert answers(llm) == expected
