@@ -134,12 +134,12 @@ def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def decode_config(programs: int, dim: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """(keys a tile, warps, stages): small programs, two to a multiprocessor; a tile of K or V takes at most 8 KB."""
+    """(keys a tile, warps, stages): small programs, 4 or 5 to a multiprocessor; a tile of K or V takes at most 8 KB."""
     keys = min(max(8192 // (next_power_of_2(dim) * itemsize), 16), 64)
     if itemsize == 4:
         return keys, 4, 3
     deep = programs < 2048 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return keys, 2, 7 if deep else 5  # of 16 KB each
+    return keys, 2, 7 if deep else 5
 
 
 def paged_decode_triton(
