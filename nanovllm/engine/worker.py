@@ -283,5 +283,8 @@ def _leave_with_parent(folder: str) -> None:
 
 
 def _die(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # rank 0 may have been killed
+    parent = multiprocessing.parent_process()
+    # rank 0 needs the folder to its end: a thread of NCCL's looks into the store, and would wait a minute for it
+    if parent is None or not parent.is_alive():
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # at once, whatever a GPU waits for; and the interpreter would take a second
