@@ -25,8 +25,7 @@ from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
 from nanovllm.errors import OutOfMemoryError
-from nanovllm.kernels._triton import compile_ahead
-from nanovllm.kernels.attention_prefill import LARGE_PREFILL
+from nanovllm.kernels._triton import LARGE_PREFILL, compile_ahead
 from nanovllm.kernels.step_inputs import decode_inputs
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import make_backend

@@ -45,6 +45,9 @@ try:
 except ImportError:
     TensorDescriptor = None
 
+# Tokens from which on the GPU is busy for longer than the host with a costly launch, and throughput counts.
+LARGE_PREFILL = 2048
+
 INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)
 
 

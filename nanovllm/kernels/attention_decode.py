@@ -126,20 +126,23 @@ def _decode_kernel(
 
 
 def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share a sequence's keys, a power of two up to 32: all run at once where that fills the GPU's two
-    places a multiprocessor, else four rounds of programs, because one round lasts as long as the longest sequence."""
+    """Programs that share a sequence's keys, a power of two up to 32: few sequences need two programs a multiprocessor,
+    more of them at most 4 programs each and not more than 8 a multiprocessor, to end at the same time."""
     programs = max(batch * num_kv_heads, 1)
-    wanted = 2 * num_sms if programs <= 3 * num_sms // 2 else 8 * num_sms
-    return min(next_power_of_2(max(wanted // programs, 1)), _MAX_SPLITS)
+    if programs <= num_sms // 2:
+        return min(next_power_of_2(2 * num_sms // programs), _MAX_SPLITS)
+    return next_power_of_2(min(max(8 * num_sms // programs, 1), 4))
 
 
 def decode_config(programs: int, dim: int, itemsize: int, device: torch.device) -> tuple[int, int, int]:
-    """(keys a tile, warps, stages): small programs, 4 or 5 to a multiprocessor; a tile of K or V takes at most 8 KB."""
-    keys = min(max(8192 // (next_power_of_2(dim) * itemsize), 16), 64)
+    """(keys a tile, warps, stages): small programs, 4 to a multiprocessor. Many have tiles of K and V of 16 KB, few of
+    half of that, so that the first is there sooner; 48 KB are on their way."""
+    row, most = next_power_of_2(dim) * itemsize, 8192 if programs <= 64 or itemsize == 4 else 16384
+    keys = min(max(most // row, 16), 64)
     if itemsize == 4:
         return keys, 4, 3
-    deep = programs < 2048 and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return keys, 2, 7 if deep else 5
+    deep = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return keys, 2, (7 if deep else 5) if keys * row <= 8192 else (4 if deep else 3)
 
 
 def paged_decode_triton(

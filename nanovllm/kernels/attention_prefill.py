@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nanovllm.kernels._attention import attend, load_keys
-from nanovllm.kernels._triton import TensorDescriptor, by_device, dot, next_power_of_2, tl, triton
+from nanovllm.kernels._triton import LARGE_PREFILL, TensorDescriptor, by_device, dot, next_power_of_2, tl, triton
 
 
 def paged_prefill_reference(
@@ -93,10 +93,6 @@ def _prefill_kernel(
     acc = acc / total[:, None]
     dst = out + (q0 + first).to(tl.int64) * (HK * G * D) + (token * (HK * G * D) + head)[:, None] + d[None, :]
     tl.store(dst, acc.to(out.dtype.element_ty), mask=row_mask)
-
-
-# Tokens from which on the GPU is busy for longer than the host with a costly launch.
-LARGE_PREFILL = 2048
 
 
 class PrefillConfig(NamedTuple):

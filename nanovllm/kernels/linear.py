@@ -164,7 +164,8 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
             break
         splits *= 2
     stage = itemsize * _BLOCK_K * (rows + columns * (2 if silu else 1))
-    stages = min(4 if silu or m > _MOST_ROWS else 5, shared_memory(device) // stage)
+    wanted = 4 if silu or m > _MOST_ROWS or tiles * splits > 128 else 5  # more programs: more of them at once
+    stages = min(wanted, shared_memory(device) // stage)
     return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
 
 

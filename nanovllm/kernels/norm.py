@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import LARGE_PREFILL, by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
 class PendingNorm(NamedTuple):
@@ -51,20 +51,21 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return y if weight is None else weight * y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _rms_norm_kernel(
-    x, weight, out, x_stride, eps, H: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr, PDL: tl.constexpr
-):
-    """One program a row. The normalised row is rounded to the storage type, as transformers does."""
-    row = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    mask = cols < H
+    x, weight, out, x_stride, N, eps, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHT: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program for ROWS rows. The normalised row is rounded to the storage type, as transformers does."""
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = (row < N) & (cols < H)
     w = 1.0
     if WEIGHT:
-        w = tl.load(weight + cols, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(weight + cols, mask=cols < H, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
     h = tl.load(x + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
-    y = (h * tl.rsqrt(tl.sum(h * h, 0) / H + eps)).to(out.dtype.element_ty).to(tl.float32)
+    y = (h * tl.rsqrt(tl.sum(h * h, 1) / H + eps)[:, None]).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * H + cols, (y * w).to(out.dtype.element_ty), mask=mask)
 
 
@@ -72,10 +73,11 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     n, h = x.shape
     out = torch.empty((n, h), dtype=x.dtype, device=x.device)
     block = next_power_of_2(h)
+    rows = max(4096 // block, 1) if n >= LARGE_PREFILL else 1  # many small programs take longer to start than to run
     if n:
-        _rms_norm_kernel[(n,)](
-            x, x if weight is None else weight, out, x.stride(0), eps, H=h, BLOCK=block, WEIGHT=weight is not None,
-            num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
+        _rms_norm_kernel[(-(-n // rows),)](
+            x, x if weight is None else weight, out, x.stride(0), n, eps, H=h, ROWS=rows, BLOCK=block,
+            WEIGHT=weight is not None, num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
         )  # fmt: skip
     return out
 

@@ -6,7 +6,7 @@ It must not know of blocks: a token's place in the cache is one number. Invarian
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import LARGE_PREFILL, by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 from nanovllm.kernels.norm import PendingNorm, pending_args, pending_factor
 
 
@@ -51,54 +51,56 @@ def norm_rope_store_reference(
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
     squares, parts, size, norm_eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    HB: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+    HB: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, i): HB query heads, then HB key heads, then HB value heads, as i grows. No branches, so that all
-    loads are in flight at once: value heads are rotated too, and the result dropped."""
+    """Program (token, part), of GROUPS groups: HB query heads each, then HB key heads, then HB value heads, as i grows.
+    No branches, so that all loads are in flight at once: value heads are rotated too, and the result dropped."""
     token = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1)
     QB: tl.constexpr = (HQ + HB - 1) // HB
     KB: tl.constexpr = (HK + HB - 1) // HB
-    is_q = i < QB
-    is_v = i >= QB + KB
-    head = (i - tl.where(is_q, 0, tl.where(is_v, QB + KB, QB))) * HB + tl.arange(0, HB)
     d = tl.arange(0, HALF)
     in_half = d < D // 2
-    mask = (head < tl.where(is_q, HQ, HK))[:, None] & in_half[None, :]
-    offs = head[:, None] * D + d[None, :]
-    src = qkv + token * qkv_stride + tl.where(is_q, 0, tl.where(is_v, HQ + HK, HQ)) * D + offs
     wait_for_inputs(PDL)
-    x1 = tl.load(src, mask=mask, other=0.0)
-    x2 = tl.load(src + D // 2, mask=mask, other=0.0)
-    slot = tl.load(slot_mapping + token).to(tl.int64)
-    if ROPE:
-        row = cos_sin + tl.load(positions + token).to(tl.int64) * D
-        cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
-        sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
-    f1 = x1.to(tl.float32)
-    f2 = x2.to(tl.float32)
-    if BLOCK_P:
-        factor = pending_factor(squares, token, parts, size, norm_eps, BLOCK_P)
-        f1 = f1 * factor
-        f2 = f2 * factor
-    v1 = f1
-    v2 = f2
-    if NORM:
-        weight = q_weight if is_q else k_weight
-        w1 = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        w2 = tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
-        f1 = f1 * rstd * w1
-        f2 = f2 * rstd * w2
-    y1 = tl.where(is_v, v1, f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype)
-    y2 = tl.where(is_v, v2, f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype)
-    q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
-    tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
-    tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
-    cache = v_cache if is_v else k_cache
-    cache_mask = (head < tl.where(is_q, 0, tl.where(slot >= 0, HK, 0)))[:, None] & in_half[None, :]
-    tl.store(cache + slot * (HK * D) + offs, y1, mask=cache_mask)
-    tl.store(cache + slot * (HK * D) + offs + D // 2, y2, mask=cache_mask)
+    for group in tl.static_range(GROUPS):
+        i = tl.program_id(1) * GROUPS + group
+        is_q = i < QB
+        is_v = i >= QB + KB
+        head = (i - tl.where(is_q, 0, tl.where(is_v, QB + KB, QB))) * HB + tl.arange(0, HB)
+        mask = (head < tl.where(is_q, HQ, HK))[:, None] & in_half[None, :]
+        offs = head[:, None] * D + d[None, :]
+        src = qkv + token * qkv_stride + tl.where(is_q, 0, tl.where(is_v, HQ + HK, HQ)) * D + offs
+        x1 = tl.load(src, mask=mask, other=0.0)
+        x2 = tl.load(src + D // 2, mask=mask, other=0.0)
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        if ROPE:
+            row = cos_sin + tl.load(positions + token).to(tl.int64) * D
+            cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
+            sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
+        f1 = x1.to(tl.float32)
+        f2 = x2.to(tl.float32)
+        if BLOCK_P:
+            factor = pending_factor(squares, token, parts, size, norm_eps, BLOCK_P)
+            f1 = f1 * factor
+            f2 = f2 * factor
+        v1 = f1
+        v2 = f2
+        if NORM:
+            weight = q_weight if is_q else k_weight
+            w1 = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
+            w2 = tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
+            rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
+            f1 = f1 * rstd * w1
+            f2 = f2 * rstd * w2
+        y1 = tl.where(is_v, v1, f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype)
+        y2 = tl.where(is_v, v2, f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype)
+        q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
+        tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
+        tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
+        cache = v_cache if is_v else k_cache
+        cache_mask = (head < tl.where(is_q, 0, tl.where(slot >= 0, HK, 0)))[:, None] & in_half[None, :]
+        tl.store(cache + slot * (HK * D) + offs, y1, mask=cache_mask)
+        tl.store(cache + slot * (HK * D) + offs + D // 2, y2, mask=cache_mask)
 
 
 def norm_rope_store_triton(
@@ -111,12 +113,15 @@ def norm_rope_store_triton(
     hq = qkv.shape[1] // dim - 2 * hk
     q = torch.empty((n, hq, dim), dtype=qkv.dtype, device=qkv.device)
     heads, warps = config or (min(8, next_power_of_2(max(hq, hk))), 4)
+    groups = -(-hq // heads) + 2 * -(-hk // heads)
+    each = groups if n >= LARGE_PREFILL else 1  # so many small programs would take longer to start than to run
     if n:
-        _norm_rope_store_kernel[(n, -(-hq // heads) + 2 * -(-hk // heads))](
+        _norm_rope_store_kernel[(n, groups // each)](
             qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
             qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
-            HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, NORM=q_weight is not None,
-            ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv), **pdl(qkv.device),
+            HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, GROUPS=each,
+            NORM=q_weight is not None, ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv),
+            **pdl(qkv.device),
         )  # fmt: skip
     return q
 

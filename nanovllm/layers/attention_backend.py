@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels._triton import LARGE_PREFILL
 from nanovllm.kernels.attention_decode import paged_decode, paged_decode_triton
-from nanovllm.kernels.attention_prefill import LARGE_PREFILL, paged_prefill
+from nanovllm.kernels.attention_prefill import paged_prefill
 from nanovllm.kernels.attention_shared import shared_prefix_triton
 from nanovllm.utils.context import Context
 

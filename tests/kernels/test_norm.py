@@ -4,6 +4,7 @@ import pytest
 import torch
 from common import DEVICE, DTYPES, assert_close, randn
 
+from nanovllm.kernels import norm
 from nanovllm.kernels.norm import rms_norm_reference, rms_norm_triton
 
 SHAPES = [(1, 64), (3, 1000), (17, 1024), (2, 2560), (5, 80)]
@@ -32,6 +33,13 @@ def test_bf16_rounds_where_transformers_rounds():
 def test_rows_of_a_strided_view_are_normalised():
     x, w = randn(9, 300), randn(100, seed=1)
     assert_close(rms_norm_triton(x[:, 100:200], w, 1e-5), rms_norm_reference(x[:, 100:200], w, 1e-5))
+
+
+@pytest.mark.parametrize("shape", [(6, 1024), (9, 1000), (7, 5000)])
+def test_many_rows_are_shared_by_fewer_programs(shape, monkeypatch):
+    monkeypatch.setattr(norm, "LARGE_PREFILL", 6)
+    x, w = randn(shape[0], 2 * shape[1])[:, shape[1] :], randn(shape[1], seed=1)
+    assert_close(rms_norm_triton(x, w, 1e-6), rms_norm_reference(x, w, 1e-6))
 
 
 def test_no_rows_give_no_rows():

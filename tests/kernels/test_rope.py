@@ -5,6 +5,7 @@ import torch
 from common import DEVICE, DTYPES, assert_close, ints, randn
 from torch import Tensor
 
+from nanovllm.kernels import rope
 from nanovllm.kernels.norm import PendingNorm
 from nanovllm.kernels.rope import norm_rope_store_reference, norm_rope_store_triton
 
@@ -19,12 +20,16 @@ def poisoned_caches(blocks: int, block_size: int, kv_heads: int, dim: int, dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("many", [2048, 5], ids=["a program a group", "a program a token"])
 @pytest.mark.parametrize(
     "heads,kv_heads,dim,block_size,norm",
     [(16, 8, 128, 256, True), (3, 3, 64, 16, True), (8, 1, 80, 48, False), (14, 2, 96, 16, True), (9, 3, 32, 48, True),
      (2, 1, 256, 16, False), (32, 8, 64, 16, True)],
 )  # fmt: skip
-def test_q_is_returned_and_k_and_v_are_stored_in_their_slots(heads, kv_heads, dim, block_size, norm, dtype):
+def test_q_is_returned_and_k_and_v_are_stored_in_their_slots(
+    heads, kv_heads, dim, block_size, norm, many, dtype, monkeypatch
+):
+    monkeypatch.setattr(rope, "LARGE_PREFILL", many)
     slots = ints([3, -1, 2 * block_size - 1, 0, block_size])
     positions = ints([0, 5, 299, 1, 17], torch.int64 if norm else torch.int32)
     qkv = randn(5, (heads + 2 * kv_heads) * dim, dtype=dtype)
