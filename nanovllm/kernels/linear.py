@@ -164,7 +164,7 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
             break
         splits *= 2
     stage = itemsize * _BLOCK_K * (rows + columns * (2 if silu else 1))
-    wanted = 4 if silu or m > _MOST_ROWS or tiles * splits > 128 else 5  # more programs: more of them at once
+    wanted = 4 if silu or m > _MOST_ROWS or tiles * splits > 256 else 5  # many programs: more of them at once
     stages = min(wanted, shared_memory(device) // stage)
     return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
 

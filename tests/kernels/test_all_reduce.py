@@ -59,8 +59,11 @@ class Ranks:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("n", "h"), [(1, 64), (1, 4096), (3, 1000), (16, 1536), (70, 256), (300, 128)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "n", "h"),
+    [(2, 1, 64), (4, 1, 4096), (3, 3, 1000), (8, 2, 1536), (2, 40, 256)]
+    + CUDA * [(4, 16, 1536), (4, 70, 256), (2, 300, 128)],
+)
 def test_every_rank_gets_the_same_sum_and_its_squares(size: int, n: int, h: int, dtype: torch.dtype) -> None:
     ranks = Ranks(size)
     residual = randn(n, h, dtype=dtype, seed=9)

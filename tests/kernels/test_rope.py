@@ -52,7 +52,7 @@ def test_q_is_returned_and_k_and_v_are_stored_in_their_slots(
 @pytest.mark.parametrize("parts", [1, 12, 16, 256])
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_pending_norm_is_applied_before_those_of_heads_and_to_values(norm, parts, dtype):
-    heads, kv_heads, dim, rows = 4, 2, 64, 67
+    heads, kv_heads, dim, rows = 4, 2, 64, 9
     qkv, squares = 1e-3 * randn(rows, (heads + 2 * kv_heads) * dim, dtype=dtype), randn(rows, parts, seed=3).square()
     factor = (squares.sum(1, keepdim=True) / (8 * parts) + 1e-3).rsqrt()
     weights = [randn(dim, seed=s) if norm else None for s in (1, 2)]
