@@ -4,6 +4,8 @@ import os
 import signal
 from typing import Any
 
+import torch
+
 from nanovllm import OutOfMemoryError
 from nanovllm.engine import worker
 from nanovllm.utils import parallel
@@ -56,4 +58,45 @@ def is_killed_while_connecting(*args: Any) -> None:
 
 def serve_with_nccl_alone(*args: Any) -> None:
     parallel.PEER_BYTES = 0
+    worker.serve(*args)
+
+
+class HostMemory:
+    """A file that all ranks map, in place of `PeerMemory`."""
+
+    def __init__(self, folder: str, rank: int, size: int, group: parallel.Parallel) -> None:
+        self.rank, length = rank, parallel.FLAG_BYTES + 2 * parallel.PEER_BYTES
+        torch.from_file(f"{folder}/peer-{rank}", shared=True, size=length, dtype=torch.uint8)
+        group.minimum(0, torch.device("cpu"))  # all files are there
+        self.mapped = [
+            torch.from_file(f"{folder}/peer-{peer}", shared=True, size=length, dtype=torch.uint8)
+            for peer in range(size)
+        ]
+        self.addresses = [memory.data_ptr() for memory in self.mapped]
+
+    def tensor(self) -> torch.Tensor:
+        return self.mapped[self.rank]
+
+    def free(self) -> None:
+        self.mapped.clear()
+
+
+class HostSums(parallel.PeerSums):
+    def free(self) -> None:
+        self.memory.free()
+
+
+connect = parallel.Parallel.connect
+
+
+def connect_with_peer_sums(rank: int, size: int, device: torch.device, folder: str) -> parallel.Parallel:
+    """As on GPUs, with the kernel in Triton's interpreter."""
+    group = connect(rank, size, device, folder)
+    memory: Any = HostMemory(folder, rank, size, group)
+    group.sums = HostSums(memory, lambda mine: bool(group.minimum(int(mine), device)))
+    return group
+
+
+def serve_with_peer_sums(*args: Any) -> None:
+    worker.Parallel.connect = connect_with_peer_sums  # type: ignore[method-assign,assignment]
     worker.serve(*args)

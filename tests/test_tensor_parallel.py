@@ -23,6 +23,7 @@ from test_qwen3 import Oracle, ask_transformers
 
 from nanovllm import LLM, CheckpointError, EngineError, OutOfMemoryError, SamplingParams
 from nanovllm.engine import worker
+from nanovllm.utils import parallel
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text(encoding="utf-8"))["answers"][::8]
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
@@ -191,6 +192,32 @@ def test_more_ranks_than_a_tiny_vocabulary_has_shares_for_are_refused(tmp_path: 
     folder = save_random_qwen3(tmp_path, **fields)
     with pytest.raises(ValueError, match=r"tensor_parallel_size=4.*9 token ids"):
         engine(folder, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+@pytest.mark.parametrize("size", [2, 4])
+def test_sums_through_memory_that_all_ranks_see_give_the_same_tokens(
+    odd: Oracle, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(worker, "serve", rank_faults.serve_with_peer_sums)
+    monkeypatch.setattr(worker.Parallel, "connect", rank_faults.connect_with_peer_sums)
+    calls: list[tuple[int, int]] = []
+
+    def add(sums: parallel.PeerSums, part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        calls.append((len(x), sums.half))
+        return parallel.add_parts_triton(part, x, sums.flags, sums.turns, sums.deltas, sums.rank)
+
+    def give_up(*_: Any) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(parallel.PeerSums, "add", add)
+    signal.signal(signal.SIGALRM, give_up)  # a wait for a flag never ends by itself
+    signal.alarm(100)
+    with engine(odd.folder, size, max_num_batched_tokens=20, num_kvcache_blocks=6) as llm:
+        assert ids_of(llm, odd.prompts[1:16:4], greedy(8)) == [tokens[:8] for tokens in odd.tokens[1:16:4]]
+    signal.alarm(0)
+    assert {1, 20} <= {rows for rows, _ in calls}  # decode, and chunks of prompts
+    assert [half for _, half in calls] == [1, 0] * (len(calls) // 2)
 
 
 # Messages

@@ -22,7 +22,7 @@ CONNECT_TIMEOUT = timedelta(seconds=60)
 # Sums of at most so many bytes from all other ranks go through memory that all can read, instead of NCCL. Measured on
 # two H200s.
 PEER_BYTES = 8 << 20
-_FLAG_BYTES = 2 << 20
+FLAG_BYTES = 2 << 20
 
 
 @dataclass(slots=True)
@@ -45,8 +45,13 @@ class Parallel:
         if device.type == "cuda":
             self = cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
             self.minimum(0, device)  # the first collective is what connects
+            devices = [(device.index + peer - rank) % torch.cuda.device_count() for peer in range(size)]
+
+            def agree(mine: bool) -> bool:
+                return bool(self.minimum(int(mine), device))
+
             with suppress(OSError):
-                self.sums = PeerSums(rank, size, device, folder, lambda mine: bool(self.minimum(int(mine), device)))
+                self.sums = PeerSums(PeerMemory(FLAG_BYTES + 2 * PEER_BYTES, rank, devices, folder, agree), agree)
             return self
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -103,25 +108,19 @@ class Parallel:
 class PeerSums:
     """Adds up what the ranks have written into memory that all of them see, by a kernel of ours.
 
-    `OSError` on all ranks if these GPUs cannot do it. agree: see `PeerMemory`.
+    memory: FLAG_BYTES for flags, then two halves for parts of sums. agree: as for `PeerMemory`.
     """
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, folder: str, agree: Callable[[bool], bool]
-    ) -> None:  # fmt: skip
-        self.rank, self.size = rank, size
-        count = torch.cuda.device_count()
-        devices = [(device.index + peer - rank) % count for peer in range(size)]
-        self.memory = PeerMemory(_FLAG_BYTES + 2 * PEER_BYTES, rank, devices, folder, agree)
-        bytes_ = self.memory.tensor()
-        self.flags = bytes_[: size * PROGRAMS * 8].view(torch.int64).view(size, PROGRAMS)
-        self.parts, self.half = bytes_[_FLAG_BYTES:].view(2, PEER_BYTES), 0
+    def __init__(self, memory: PeerMemory, agree: Callable[[bool], bool]) -> None:
+        self.memory, self.rank, self.size, self.half = memory, memory.rank, len(memory.addresses), 0
+        bytes_ = memory.tensor()
+        self.flags = bytes_[: self.size * PROGRAMS * 8].view(torch.int64).view(self.size, PROGRAMS)
+        self.parts = bytes_[FLAG_BYTES:].view(2, (len(bytes_) - FLAG_BYTES) // 2)
         self.flags.fill_(0)  # also because no kernel can be loaded any more when another one is stuck
-        self.turns = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
-        own = self.memory.addresses[rank]
-        self.deltas = torch.tensor([address - own for address in self.memory.addresses], device=device)
-        self.stream, self.ended = torch.cuda.Stream(device), threading.Event()
-        self.thread = threading.Thread(target=self._answer, daemon=True)
+        self.turns = torch.zeros_like(self.flags[0])
+        own = memory.addresses[self.rank]
+        self.deltas = torch.tensor([address - own for address in memory.addresses], device=bytes_.device)
+        self.ended, self.thread = threading.Event(), threading.Thread(target=self._answer, daemon=True)
         agree(True)  # all flags are zero
 
     def part(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -130,7 +129,7 @@ class PeerSums:
         Halves of the memory alternate, so from one point where all ranks meet to the next there must be an even number
         of sums.
         """
-        if x.nbytes * (self.size - 1) > PEER_BYTES or len(x) > PROGRAMS:
+        if x.nbytes * (self.size - 1) > self.parts.shape[1] or len(x) > PROGRAMS:
             return None
         self.half = 1 - self.half
         return self.parts[self.half, : x.nbytes].view(x.dtype).view(x.shape)
@@ -145,14 +144,14 @@ class PeerSums:
             self.thread.start()
 
     def _answer(self) -> None:
-        with torch.inference_mode(), torch.cuda.stream(self.stream):
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.flags.device)):
             while not self.ended.wait(0.001):  # again and again: those that live still write theirs
                 self.flags.fill_(1 << 62)
-                self.stream.synchronize()
+                torch.cuda.current_stream().synchronize()
 
     def free(self) -> None:
         """Give the memory back; no kernel may use it any more."""
-        torch.cuda.synchronize(self.stream.device)
+        torch.cuda.synchronize(self.flags.device)
         self.ended.set()
         if self.thread.ident:
             self.thread.join()
