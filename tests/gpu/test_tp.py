@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,13 +26,13 @@ EXPECTED = [answer["token_ids"] for answer in GOLDEN]
 GREEDY = SamplingParams(temperature=0, max_tokens=300)
 
 
-@pytest.fixture(params=[True, False], ids=["peers", "nccl"])
-def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+@pytest.fixture(params=["peers", "nccl"])
+def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small sums through memory that all ranks see, or everything through NCCL."""
-    if not request.param:
+    if request.param == "nccl":
         monkeypatch.setattr(parallel, "PEER_BYTES", 0)
         monkeypatch.setattr(worker, "serve", rank_faults.serve_with_nccl_alone)
-    yield request.param
+    return request.param
 
 
 def ids_of(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
@@ -41,18 +40,25 @@ def ids_of(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sam
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("transport", "options"),
     [
-        {"dtype": "bfloat16"},
-        {"dtype": "float16"},
-        {"dtype": "float32", "enforce_eager": True},
-        {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 60, "max_num_batched_tokens": 64},
-        {"dtype": "bfloat16", "async_scheduling": False},
+        ("peers", {"dtype": "bfloat16"}),
+        ("peers", {"dtype": "float16"}),
+        ("peers", {"dtype": "float32", "enforce_eager": True}),
+        (
+            "peers",
+            {"dtype": "float32", "kvcache_block_size": 16, "num_kvcache_blocks": 60, "max_num_batched_tokens": 64},
+        ),
+        ("peers", {"dtype": "bfloat16", "async_scheduling": False}),
+        ("nccl", {"dtype": "bfloat16"}),
+        ("nccl", {"dtype": "float32", "enforce_eager": True}),
     ],
+    indirect=["transport"],
 )
-def test_golden_answers_are_exact_on_two_gpus(tiny_model: str, transport: bool, options: dict) -> None:
+def test_golden_answers_are_exact_on_two_gpus(tiny_model: str, transport: str, options: dict) -> None:
     with LLM(tiny_model, tensor_parallel_size=2, **options) as llm:
-        assert llm.runner.parallel.sums is not None and (parallel.PEER_BYTES > 0) == transport
+        sums = llm.runner.parallel.sums
+        assert sums is not None and (sums.parts.shape[1] > 0) == (transport == "peers")
         assert bool(llm.runner.graphs) != options.get("enforce_eager", False)
         assert ids_of(llm, PROMPTS, GREEDY) == EXPECTED
         assert ids_of(llm, PROMPTS[:1], GREEDY) == EXPECTED[:1]
@@ -91,9 +97,11 @@ def test_memory_of_both_gpus_comes_back_and_engines_work_in_turn_and_at_once(tin
             assert free[i] - torch.cuda.mem_get_info(i)[0] < 256 << 20
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+@pytest.mark.parametrize(
+    ("transport", "eager"), [("peers", False), ("peers", True), ("nccl", False)], indirect=["transport"]
+)
 def test_a_killed_rank_is_an_error_in_seconds_and_another_engine_works(
-    tiny_model: str, transport: bool, eager: bool
+    tiny_model: str, transport: str, eager: bool
 ) -> None:
     free = torch.cuda.mem_get_info(1)[0]
     llm = LLM(tiny_model, tensor_parallel_size=2, enforce_eager=eager)
