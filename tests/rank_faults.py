@@ -64,13 +64,13 @@ def serve_with_nccl_alone(*args: Any) -> None:
 class HostMemory:
     """A file that all ranks map, in place of `PeerMemory`."""
 
-    def __init__(self, folder: str, rank: int, size: int, group: parallel.Parallel) -> None:
-        self.rank, length = rank, parallel.FLAG_BYTES + 2 * parallel.PEER_BYTES
-        torch.from_file(f"{folder}/peer-{rank}", shared=True, size=length, dtype=torch.uint8)
+    def __init__(self, folder: str, group: parallel.Parallel) -> None:
+        self.rank, length = group.rank, parallel.FLAG_BYTES + 2 * parallel.PEER_BYTES
+        torch.from_file(f"{folder}/peer-{self.rank}", shared=True, size=length, dtype=torch.uint8)
         group.minimum(0, torch.device("cpu"))  # all files are there
         self.mapped = [
             torch.from_file(f"{folder}/peer-{peer}", shared=True, size=length, dtype=torch.uint8)
-            for peer in range(size)
+            for peer in range(group.size)
         ]
         self.addresses = [memory.data_ptr() for memory in self.mapped]
 
@@ -82,6 +82,9 @@ class HostMemory:
 
 
 class HostSums(parallel.PeerSums):
+    def answer_for_the_dead(self) -> None:
+        pass
+
     def free(self) -> None:
         self.memory.free()
 
@@ -89,12 +92,11 @@ class HostSums(parallel.PeerSums):
 connect = parallel.Parallel.connect
 
 
-def connect_with_peer_sums(rank: int, size: int, device: torch.device, folder: str) -> parallel.Parallel:
+def connect_with_peer_sums(group: parallel.Parallel, device: torch.device, folder: str) -> None:
     """As on GPUs, with the kernel in Triton's interpreter."""
-    group = connect(rank, size, device, folder)
-    memory: Any = HostMemory(folder, rank, size, group)
+    connect(group, device, folder)
+    memory: Any = HostMemory(folder, group)
     group.sums = HostSums(memory, lambda mine: bool(group.minimum(int(mine), device)))
-    return group
 
 
 def serve_with_peer_sums(*args: Any) -> None:

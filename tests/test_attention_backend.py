@@ -2,6 +2,7 @@
 
 import sys
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from itertools import accumulate
 from types import ModuleType
 
@@ -72,6 +73,7 @@ def varlen_4(
 
 
 FLASH_2, FLASH_3, FLASH_4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute"
+OLD_CUTE = "flash_attn.cute.interface"  # part of flash-attn 2.8
 FLASH = {
     FLASH_2: {"flash_attn_varlen_func": varlen_2, "flash_attn_with_kvcache": with_kvcache_2},
     FLASH_3: {"flash_attn_varlen_func": varlen_3, "flash_attn_with_kvcache": with_kvcache_3},
@@ -86,7 +88,13 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """Makes this process believe in a GPU of a compute capability with these packages."""
 
     def believe(capability: tuple[int, int], *packages: str) -> None:
+        def version(name: str) -> str:
+            if name == "flash-attn-4" and FLASH_4 in packages:
+                return "4.0.0b36"
+            raise PackageNotFoundError
+
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(attention_backend, "version", version)
         for name, functions in FLASH.items():
             monkeypatch.setitem(sys.modules, name, None)  # not to be found, even if it is installed
             if any(f"{package}.".startswith(f"{name}.") for package in packages):
@@ -111,8 +119,8 @@ def version_of(method) -> int | None:
     ("capability", "packages", "version"),
     [
         ((9, 0), (FLASH_2, FLASH_3, FLASH_4), 3), ((9, 0), (FLASH_3,), 3), ((9, 0), (FLASH_2, FLASH_4), 4),
-        ((9, 0), (FLASH_4,), 4), ((9, 0), (FLASH_2,), 2), ((8, 0), (FLASH_2, FLASH_3, FLASH_4), 2),
-        ((10, 0), (FLASH_2, FLASH_3, FLASH_4), 2),
+        ((9, 0), (FLASH_4,), 4), ((9, 0), (FLASH_2,), 2), ((9, 0), (FLASH_2, OLD_CUTE), 2),
+        ((8, 0), (FLASH_2, FLASH_3, FLASH_4), 2), ((10, 0), (FLASH_2, FLASH_3, FLASH_4), 2),
     ],
 )  # fmt: skip
 def test_flash_attn_3_and_4_serve_hopper_and_2_the_rest(machine, capability, packages, version):
@@ -127,7 +135,8 @@ def test_flash_attn_3_and_4_serve_hopper_and_2_the_rest(machine, capability, pac
         ((9, 0), (FLASH_3,), torch.bfloat16, 16, 3), ((9, 0), (FLASH_3, FLASH_4), torch.float16, 256, 3),
         ((9, 0), (FLASH_2, FLASH_4), torch.float16, 384, 4), ((9, 0), (FLASH_4,), torch.bfloat16, 128, 4),
         ((9, 0), (FLASH_4,), torch.bfloat16, 64, None), ((9, 0), (FLASH_3, FLASH_4), torch.float32, 256, None),
-        ((9, 0), (FLASH_2,), torch.bfloat16, 256, None), ((8, 0), (FLASH_3, FLASH_4), torch.bfloat16, 256, None),
+        ((9, 0), (FLASH_2,), torch.bfloat16, 256, None), ((9, 0), (FLASH_2, OLD_CUTE), torch.bfloat16, 256, None),
+        ((8, 0), (FLASH_3, FLASH_4), torch.bfloat16, 256, None),
         ((10, 0), (FLASH_3, FLASH_4), torch.bfloat16, 256, None),
     ],
 )  # fmt: skip

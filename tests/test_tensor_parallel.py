@@ -214,6 +214,7 @@ def test_sums_through_memory_that_all_ranks_see_give_the_same_tokens(
     signal.signal(signal.SIGALRM, give_up)  # a wait for a flag never ends by itself
     signal.alarm(100)
     with engine(odd.folder, size, max_num_batched_tokens=20, num_kvcache_blocks=6) as llm:
+        llm.runner.parallel.sums.half = 1  # as if a pass had failed in the middle, on one rank
         assert ids_of(llm, odd.prompts[1:16:4], greedy(8)) == [tokens[:8] for tokens in odd.tokens[1:16:4]]
     signal.alarm(0)
     assert {1, 20} <= {rows for rows, _ in calls}  # decode, and chunks of prompts

@@ -236,6 +236,8 @@ class ModelRunner:
                 try:
                     self._capture(size, self.reads_shared)
                 except torch.OutOfMemoryError:  # the plain one gives the same, it only reads more
+                    if self.parallel.size > 1:  # other ranks may wait in the middle of the step
+                        raise
                     self.graphs[size, self.reads_shared] = self.graphs[size, False]
             rows = slots + [self.slots.padding_row] * (size - n)
             arrays += [np.array(x, dtype=np.int32) for x in (rows, [shared], wanted)]

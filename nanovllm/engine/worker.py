@@ -126,11 +126,13 @@ class Ranks:
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
-        results: list[Parallel | Exception] = []
+        self.parallel = Parallel(0, size)
+        results: list[Exception | None] = []
 
         def connect() -> None:
             try:
-                results.append(Parallel.connect(0, size, device, self.folder))
+                self.parallel.connect(device, self.folder)
+                results.append(None)
             except Exception as error:
                 results.append(error)
 
@@ -138,11 +140,10 @@ class Ranks:
         while not results and all(process.is_alive() for process in self.processes):
             sleep(0.01)
         result = results[0] if results else RuntimeError("a rank has ended")
-        if isinstance(result, Exception):
+        if result:
             raise result
-        self.parallel = result
         self.watcher.start()
-        return result
+        return self.parallel
 
     def send(self, name: str, args: tuple[Any, ...]) -> None:
         """Let all of them call the method `name` of their runner."""
@@ -202,8 +203,6 @@ class Ranks:
             process.join(max(0.0, deadline - monotonic()))
             process.kill()
             process.join()
-        if self.failed:
-            self.parallel.abandon()
         self.parallel.leave()
         if self.watcher.is_alive():
             self.watcher.join()
@@ -259,7 +258,8 @@ def serve(
             torch.cuda.set_device((lead_device.index + rank) % torch.cuda.device_count())
         device = pick_device(lead_device.type)
         pipe.send("ready to connect")
-        parallel = Parallel.connect(rank, config.tensor_parallel_size, device, folder)
+        parallel = Parallel(rank, config.tensor_parallel_size)
+        parallel.connect(device, folder)
         runner = ModelRunner(config, parallel)
         pipe.send("built")
         with suppress(EOFError), torch.inference_mode():

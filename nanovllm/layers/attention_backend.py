@@ -7,6 +7,7 @@ give the same result within rounding, and one whose decode needs more of the hos
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 import torch
@@ -181,7 +182,7 @@ class FlashAttention4Backend(TritonBackend):
     """Our kernels, but large prefills by the package flash-attn-4 (`flash_attn.cute`), which compiles one for them.
 
     It has no split of the keys on Hopper, which decode needs, and takes the host 0.1 ms a launch. The cache is seen in
-    pages of 128 tokens, which it loads by TMA, whole: all of the cache must be finite.
+    pages of 128 tokens, which it loads whole, by TMA for heads of up to 128: all of the cache must be finite.
     """
 
     def __init__(self) -> None:
@@ -200,6 +201,15 @@ class FlashAttention4Backend(TritonBackend):
             q, k, v, cu_seqlens_q=context.cu_seqlens_q, seqused_k=context.context_lens, page_table=context.gather[0],
             softmax_scale=scale, causal=True, num_splits=1,
         )[0]  # fmt: skip
+
+
+def _has_version_4() -> bool:
+    """The name of its folder does not tell: flash-attn 2 brings an old one of that name."""
+    try:
+        version("flash-attn-4")
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
@@ -228,19 +238,19 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
             with suppress(ImportError, OSError, AttributeError, RuntimeError):  # of what nobody asked for
                 if has_version_3:
                     backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
-                elif block_size % 128 == 0:
+                elif block_size % 128 == 0 and _has_version_4():
                     backend = FlashAttention4Backend()
         return backend
     if not is_half:
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
     if has_version_3:
         return FlashAttentionBackend(3)
-    has_package = find_spec("flash_attn") is not None  # a folder that flash-attn 2 and 4 share
-    if is_hopper and has_package and find_spec("flash_attn.cute"):
+    if is_hopper and _has_version_4():
         if block_size % 128:
             raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 128 with flash-attn 4")
         return FlashAttention4Backend()
-    if not (has_package and find_spec("flash_attn.flash_attn_interface")):
+    # both versions are in this folder
+    if not (find_spec("flash_attn") and find_spec("flash_attn.flash_attn_interface")):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
     if block_size % 256:
         raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 256 with flash-attn 2")

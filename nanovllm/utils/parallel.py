@@ -37,34 +37,34 @@ class Parallel:
     group: Any = None
     sums: "PeerSums | None" = None
 
-    @classmethod
-    def connect(cls, rank: int, size: int, device: torch.device, folder: str) -> "Parallel":
+    def connect(self, device: torch.device, folder: str) -> None:
         """Meet the other ranks through a file in `folder`: by NCCL on GPUs, else by gloo on the loopback interface."""
-        store = dist.FileStore(f"{folder}/store", size)
+        store = dist.FileStore(f"{folder}/store", self.size)
         store.set_timeout(CONNECT_TIMEOUT)
         if device.type == "cuda":
-            self = cls(rank, size, dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options()))
+            self.group = dist.ProcessGroupNCCL(store, self.rank, self.size, dist.ProcessGroupNCCL.Options())
             self.minimum(0, device)  # the first collective is what connects
-            devices = [(device.index + peer - rank) % torch.cuda.device_count() for peer in range(size)]
+            count = torch.cuda.device_count()
+            devices = [(device.index + peer - self.rank) % count for peer in range(self.size)]
 
             def agree(mine: bool) -> bool:
                 return bool(self.minimum(int(mine), device))
 
             with suppress(OSError):
-                self.sums = PeerSums(PeerMemory(FLAG_BYTES + 2 * PEER_BYTES, rank, devices, folder, agree), agree)
-            return self
+                self.sums = PeerSums(PeerMemory(FLAG_BYTES + 2 * PEER_BYTES, self.rank, devices, folder, agree), agree)
+            return
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = CONNECT_TIMEOUT
-        group = gloo(store, rank, size, options)
-        group._set_default_timeout(timedelta(days=365))  # a peer that dies closes its connections
-        return cls(rank, size, group)
+        self.group = gloo(store, self.rank, self.size, options)
+        self.group._set_default_timeout(timedelta(days=365))  # a peer that dies closes its connections
 
     def all_reduce(self, x: torch.Tensor, op: str = "SUM") -> torch.Tensor:
         """Sum of `x` over the ranks, in `x` or a new tensor."""
         if self.size == 1:
             return x
+        self._meet()
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
         _finish(self.group.allreduce([x], options))
@@ -72,11 +72,17 @@ class Parallel:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] -> [size, ...]."""
+        self._meet()
         every = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         _finish(self.group._allgather_base(every, x, options))
         return every.view(self.size, *x.shape)
+
+    def _meet(self) -> None:
+        """Where all ranks meet, nobody reads a part of a sum any more."""
+        if self.sums:
+            self.sums.half = 0
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of any rank."""
@@ -87,22 +93,19 @@ class Parallel:
         return -(-total // self.size)
 
     def abandon(self) -> None:
-        """Another rank has died: what waits for it on our GPU ends, with rubbish, and this group is of no more use."""
+        """Give up the group without waiting for anyone; what waits for a dead rank on our GPU ends, with rubbish."""
         if self.sums:
             self.sums.answer_for_the_dead()
-        self._abort()
-
-    def leave(self) -> None:
-        """Give up the group and its memory without waiting for anyone. No kernel that uses them may follow."""
-        self._abort()
-        if self.sums:
-            self.sums.free()
-            self.sums = None
-
-    def _abort(self) -> None:
         group, self.group = self.group, None
         if group is not None and group.name() == "nccl":
             group.abort()  # returns when no graph holds its kernels any more
+
+    def leave(self) -> None:
+        """As `abandon`, and give back the memory. No kernel that uses it may follow."""
+        self.abandon()
+        if self.sums:
+            self.sums.free()
+            self.sums = None
 
 
 class PeerSums:
@@ -116,18 +119,20 @@ class PeerSums:
         bytes_ = memory.tensor()
         self.flags = bytes_[: self.size * PROGRAMS * 8].view(torch.int64).view(self.size, PROGRAMS)
         self.parts = bytes_[FLAG_BYTES:].view(2, (len(bytes_) - FLAG_BYTES) // 2)
-        self.flags.fill_(0)  # also because no kernel can be loaded any more when another one is stuck
+        self.flags.zero_()
         self.turns = torch.zeros_like(self.flags[0])
         own = memory.addresses[self.rank]
         self.deltas = torch.tensor([address - own for address in memory.addresses], device=bytes_.device)
+        self.answer = torch.full(self.flags.shape, 1 << 62)
+        if self.flags.is_cuda:
+            self.answer = self.answer.pin_memory()
         self.ended, self.thread = threading.Event(), threading.Thread(target=self._answer, daemon=True)
         agree(True)  # all flags are zero
 
     def part(self, x: torch.Tensor) -> torch.Tensor | None:
         """Where this rank writes its part of a sum that `add` is to add to `x` [N, H]; `None` if it is too large.
 
-        Halves of the memory alternate, so from one point where all ranks meet to the next there must be an even number
-        of sums.
+        Halves of the memory alternate, from the first one on after each collective, where all ranks meet.
         """
         if x.nbytes * (self.size - 1) > self.parts.shape[1] or len(x) > PROGRAMS:
             return None
@@ -146,15 +151,15 @@ class PeerSums:
     def _answer(self) -> None:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.flags.device)):
             while not self.ended.wait(0.001):  # again and again: those that live still write theirs
-                self.flags.fill_(1 << 62)
+                # a copy: a kernel might find no room beside those that wait
+                self.flags.copy_(self.answer, non_blocking=True)
                 torch.cuda.current_stream().synchronize()
 
     def free(self) -> None:
-        """Give the memory back; no kernel may use it any more."""
+        """Give the memory back, after `answer_for_the_dead`; no kernel may use it any more."""
         torch.cuda.synchronize(self.flags.device)
         self.ended.set()
-        if self.thread.ident:
-            self.thread.join()
+        self.thread.join()
         self.memory.free()
 
 

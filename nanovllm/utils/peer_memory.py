@@ -52,7 +52,7 @@ class PeerMemory:
                 error = None
                 try:
                     step(mailbox)
-                except (AttributeError, OSError) as e:
+                except Exception as e:
                     error = e
                 if not agree(error is None):
                     self.free()

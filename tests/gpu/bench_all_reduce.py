@@ -41,7 +41,8 @@ def microseconds(call: Callable[[], object]) -> float:
 def run(rank: int, size: int, folder: str) -> None:
     torch.cuda.set_device(rank)
     parallel.PEER_BYTES = 64 << 20
-    group = parallel.Parallel.connect(rank, size, torch.device("cuda", rank), folder)
+    group = parallel.Parallel(rank, size)
+    group.connect(torch.device("cuda", rank), folder)
     sums = group.sums
     if rank == 0:
         print(f"{size} GPUs, bf16, microseconds a sum\n    bytes     nccl     ours", flush=True)
