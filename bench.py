@@ -103,6 +103,8 @@ def floor_seconds(work: Workload, hf: Any, itemsize: int, num_gpus: int) -> floa
 
 
 def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
+    import torch  # noqa: F401 (so that the start-up is that of the engine)
+
     from nanovllm import LLM, SamplingParams
 
     start = time.perf_counter()
