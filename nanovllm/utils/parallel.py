@@ -61,7 +61,7 @@ class Parallel:
         self.group._set_default_timeout(timedelta(days=365))  # a peer that dies closes its connections
 
     def all_reduce(self, x: torch.Tensor, op: str = "SUM") -> torch.Tensor:
-        """Sum of `x` over the ranks, in `x` or a new tensor."""
+        """Sum of `x` over the ranks, in place."""
         if self.size == 1:
             return x
         self._meet()
@@ -126,7 +126,7 @@ class PeerSums:
         self.answer = torch.full(self.flags.shape, 1 << 62)
         if self.flags.is_cuda:
             self.answer = self.answer.pin_memory()
-        self.ended, self.thread = threading.Event(), threading.Thread(target=self._answer, daemon=True)
+        self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_answering, daemon=True)
         agree(True)  # all flags are zero
 
     def part(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -145,21 +145,26 @@ class PeerSums:
 
     def answer_for_the_dead(self) -> None:
         """What waits for another rank on our GPU ends, with rubbish."""
-        with suppress(RuntimeError):  # it has been started before
+        with suppress(RuntimeError):  # the thread runs already, or none can start any more
+            self._answer()
             self.thread.start()
 
     def _answer(self) -> None:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.flags.device)):
-            while not self.ended.wait(0.001):  # again and again: those that live still write theirs
-                # a copy: a kernel might find no room beside those that wait
-                self.flags.copy_(self.answer, non_blocking=True)
-                torch.cuda.current_stream().synchronize()
+            # a copy: a kernel might find no room beside those that wait
+            self.flags.copy_(self.answer, non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+    def _keep_answering(self) -> None:
+        while not self.ended.wait(0.001):  # those that live still write their flags
+            self._answer()
 
     def free(self) -> None:
         """Give the memory back, after `answer_for_the_dead`; no kernel may use it any more."""
         torch.cuda.synchronize(self.flags.device)
         self.ended.set()
-        self.thread.join()
+        if self.thread.ident:
+            self.thread.join()
         self.memory.free()
 
 
