@@ -18,7 +18,7 @@ from nanovllm.kernels.linear import (
     norm_linear_triton,
 )
 
-ROWS = [1, 2, 16, 17, 64] if DEVICE == "cuda" else [1, 3, 16, 20]
+ROWS = [1, 2, 16, 17, 64] if DEVICE == "cuda" else [1, 3, 20]
 MANY_ROWS = [65, 67, 128, 192, 255, 256] if DEVICE == "cuda" else [67, 130]
 SPLIT = (2048, 128) if DEVICE == "cuda" else (1024, 64)
 
