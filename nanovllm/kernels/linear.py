@@ -206,12 +206,14 @@ def _few_rows(
 
 def norm_linear_triton(x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, silu: bool = False) -> Tensor:
     out = torch.empty((x.shape[0], weight.shape[0] // (2 if silu else 1)), dtype=x.dtype, device=x.device)
-    if squares is not None and squares.shape[1] > 64:  # more than a program holds beside its tile
-        squares = squares.sum(1, keepdim=True)
     if x.shape[0] == 1:
         _one_row(x, eps, weight, out, silu, None)
-    else:
-        _few_rows(x if squares is not None else rms_norm(x, None, eps), squares, eps, weight, out, silu, None)
+        return out
+    if squares is None:
+        x = rms_norm(x, None, eps)
+    elif squares.shape[1] > 64:  # more than a program holds beside its tile
+        squares = squares.sum(1, keepdim=True)
+    _few_rows(x, squares, eps, weight, out, silu, None)
     return out
 
 

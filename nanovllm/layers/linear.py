@@ -77,11 +77,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor) -> Stream:
         """`residual` in place; every rank comes with the same, and the first one adds its own to the sum."""
-        parallel = self.parallel
-        part = parallel.sums.part(residual) if parallel.sums else None
-        if parallel.sums and part is not None:
+        parallel, sums = self.parallel, self.parallel.sums
+        if sums and (part := sums.part(residual)) is not None:
             linear_add(x, self.weight, self.bias, part, add=False)
-            return Stream(residual, parallel.sums.add(part, residual))
+            return Stream(residual, sums.add(part, residual))
         squares = linear_add(x, self.weight, self.bias, residual, parallel.rank == 0)
         return Stream(residual, squares) if parallel.size == 1 else Stream(parallel.all_reduce(residual))
 

@@ -1,9 +1,8 @@
 """Peer memory: device memory of each rank that kernels of all ranks of one host read and write directly.
 
-By CUDA's virtual memory management, of which torch offers nothing that outlives a second group in one process: a rank
-allocates, hands the others a file descriptor through a socket, and maps what they hand it. It must not know what the
-memory is for. Invariant: a constructor ends the same way on all ranks, and then either all have mapped everything or
-nothing is left.
+By CUDA's virtual memory management, without anything that the groups of a process share: a rank allocates, hands the
+others a file descriptor through a socket, and maps what they hand it. It must not know what the memory is for.
+Invariant: a constructor ends the same way on all ranks, and then either all have mapped everything or nothing is left.
 """
 
 import array

@@ -5,56 +5,57 @@ import pytest
 import torch
 from common import DEVICE, DTYPES, assert_close, randn
 
-from nanovllm.kernels.all_reduce import PROGRAMS, add_parts_reference, add_parts_triton
+from nanovllm.kernels.all_reduce import add_parts_reference
+from nanovllm.utils.parallel import FLAG_BYTES, PeerSums
 
 CUDA = DEVICE == "cuda"
 PART_BYTES = 1 << 20
 
 
+class Memory:
+    """In place of `PeerMemory`: of rank `rank`, a row of memory of the device that all share."""
+
+    def __init__(self, rows: torch.Tensor, rank: int) -> None:
+        self.rows, self.rank, self.addresses = rows, rank, [row.data_ptr() for row in rows]
+
+    def tensor(self) -> torch.Tensor:
+        return self.rows[self.rank]
+
+
 class Ranks:
-    """`size` ranks with memory on one device, laid out as that of `PeerSums`."""
+    """`size` ranks on one device."""
 
     def __init__(self, size: int) -> None:
-        flag_bytes = size * PROGRAMS * 8
-        memory = torch.zeros(size, flag_bytes + 2 * PART_BYTES, dtype=torch.uint8, device=DEVICE)
-        self.flags = [m[:flag_bytes].view(torch.int64).view(size, PROGRAMS) for m in memory]
-        self.parts = [m[flag_bytes:].view(2, PART_BYTES) for m in memory]
-        self.turns = [torch.zeros(PROGRAMS, dtype=torch.int64, device=DEVICE) for _ in range(size)]
-        place = torch.arange(size, device=DEVICE) * memory.stride(0)
-        self.deltas = [place - place[rank] for rank in range(size)]
+        rows = torch.zeros(size, FLAG_BYTES + 2 * PART_BYTES, dtype=torch.uint8, device=DEVICE)
+        self.sums = [PeerSums(Memory(rows, rank), lambda mine: mine) for rank in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)] if CUDA else []
-        self.calls = 0
 
     def add(self, parts: torch.Tensor, residuals: list[torch.Tensor], at_once: bool = False) -> list[torch.Tensor]:
         """parts [size, N, H]; residuals, of each rank, in place -> of each rank, the squares."""
-        self.calls += 1
-        shared = [p[self.calls % 2, : parts[0].nbytes].view(parts.dtype).view(parts[0].shape) for p in self.parts]
+        shared = [sums.part(part) for sums, part in zip(self.sums, parts)]
         if at_once:
             squares = []
             torch.cuda.synchronize()
-            for rank, stream in enumerate(self.streams):
+            for sums, stream, own, part, residual in zip(self.sums, self.streams, shared, parts, residuals):
                 with torch.cuda.stream(stream):
-                    shared[rank].copy_(parts[rank])
-                    squares.append(self.add_one(rank, shared[rank], residuals[rank]))
+                    own.copy_(part)
+                    squares.append(sums.add(own, residual))
             torch.cuda.synchronize()
             return squares
         for own, part in zip(shared, parts):
             own.copy_(part)
         return [self.add_in_turn(rank, shared[rank], residuals[rank]) for rank in range(len(parts))]
 
-    def add_one(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return add_parts_triton(part, residual, self.flags[rank], self.turns[rank], self.deltas[rank], rank)
-
     def add_in_turn(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        self.flags[rank][:] = self.turns[rank] + 1  # the others are there
-        others = self.flags[:rank] + self.flags[rank + 1 :]
-        for flags in others:
-            flags[rank] = 0
-        squares = self.add_one(rank, part, residual)
+        ours, others = self.sums[rank], self.sums[:rank] + self.sums[rank + 1 :]
+        ours.flags[:] = ours.turns + 1  # the others are there
+        for sums in others:
+            sums.flags[rank] = 0
+        squares = ours.add(part, residual)
         programs = squares.numel()
-        for flags in others:  # they have been told which turn of ours it was
-            assert torch.equal(flags[rank][:programs], self.turns[rank][:programs])
-            assert not flags[rank][programs:].any()
+        for sums in others:  # they have been told which turn of ours it was
+            assert torch.equal(sums.flags[rank][:programs], ours.turns[:programs])
+            assert not sums.flags[rank][programs:].any()
         return squares
 
 
