@@ -43,7 +43,7 @@ BAD: dict[str, list[Any]] = {
     "device": NO_CHOICE,
     "dtype": [*NO_CHOICE, "int8", "bf16"],
     "max_model_len": [*NO_INTEGER, 0, -1, 10**30],
-    "max_num_seqs": [*NO_INTEGER, 0, -1, 65536, 10**30],
+    "max_num_seqs": [*NO_INTEGER, 0, -1, 65536, 2**31, 10**30],
     "max_num_batched_tokens": [*NO_INTEGER, 0, -1, 2**31, 10**30],
     "gpu_memory_utilization": ["0.9", None, True, math.nan, math.inf, 0, -0.1, 1.01, 90],
     "kvcache_block_size": [*NO_INTEGER, 0, -16, 1, 8, 17, 255, 2**31, 16 * 10**30],
