@@ -88,12 +88,11 @@ class ModelRunner:
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
         n = config.max_num_seqs
-        self.rows, self.slot_mapping, self.context_lens = (
-            torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(3)
+        # as those of a prefill: other types would be other kernels to compile
+        self.rows, self.input_ids, self.positions, self.slot_mapping, self.context_lens = (
+            torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(5)
         )
-        self.input_ids, self.positions, self.token_ids = (
-            torch.zeros(n, dtype=torch.int64, device=self.device) for _ in range(3)
-        )
+        self.token_ids = torch.zeros(n, dtype=torch.int64, device=self.device)
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
         if self.is_cuda:  # graphs share memory only within one pool and one stream
             self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
@@ -101,8 +100,10 @@ class ModelRunner:
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
         if self.is_cuda:
             self._allocate_cache(1)
+            layers, self.model.layers = self.model.layers, self.model.layers[:2]  # they have the kernels of all
             with compile_ahead(self.device):
                 self._rehearse()
+            self.model.layers = layers
             self._rehearse()  # initialises what a capture cannot
         self.num_kvcache_blocks = self.parallel.minimum(self._count_blocks(), self.device)
         try:

@@ -150,15 +150,24 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *args, warmup=True, **options)
 
-    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    class Pool(ThreadPoolExecutor):
+        """The launcher, too, in the same task: it is compiled when it is first asked for."""
+
+        def submit(self, compile_kernel: Any) -> Any:  # type: ignore[override]
+            def task() -> Any:
+                kernel = compile_kernel()
+                kernel.run  # noqa: B018
+                return kernel
+
+            return super().submit(task)
+
+    with Pool(initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         JITFunction.run = compile_only
         try:
-            with AsyncCompileMode(pool) as mode:
+            with AsyncCompileMode(pool):
                 yield
         finally:
             JITFunction.run = run
-        # the launchers, too: each is compiled when it is first asked for
-        list(pool.map(lambda future: future.result().run, mode.future_kernels.values()))
 
 
 NUM_COUNTERS = 1 << 16

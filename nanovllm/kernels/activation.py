@@ -17,7 +17,7 @@ def silu_mul_reference(gate_up: Tensor, norm: PendingNorm | None = None) -> Tens
     return (F.silu(gate).to(gate_up.dtype) * up).to(gate_up.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _silu_mul_kernel(
     gate_up, out, squares, parts, size, norm_eps, I: tl.constexpr, BLOCK: tl.constexpr,  # noqa: E741
     BLOCK_P: tl.constexpr, PDL: tl.constexpr,

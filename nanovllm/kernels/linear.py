@@ -28,7 +28,6 @@ from nanovllm.kernels._triton import (
     shared_memory,
     tl,
     triton,
-    wait_for_inputs,
     wait_for_last,
 )
 from nanovllm.kernels.activation import silu_mul, silu_mul_reference
@@ -57,7 +56,6 @@ def _one_row_kernel(
     NORM: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs with all of K in registers, which is read while the kernel before still runs."""
-    let_next_start(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     k_mask = k < K
@@ -66,6 +64,7 @@ def _one_row_kernel(
     w = tl.load(weight + offs, mask=mask, other=0.0)
     if SILU:
         w_up = tl.load(weight + N.to(tl.int64) * K + offs, mask=mask, other=0.0)
+    let_next_start(PDL)
     wait_for_last(PDL)
     if ADD:
         old = tl.load(residual + n, mask=n < N * add, other=0.0).to(tl.float32)
@@ -84,11 +83,11 @@ def _one_row_kernel(
 @triton.jit(do_not_specialize=["M", "add", "parts"])
 def _few_rows_kernel(
     x, squares, weight, residual, out, squares_out, partial, counters, M, N, K, eps, add, parts, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr,
-    SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    EARLY: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, split of K, rows). Of several splits the last to arrive adds up all, in order; counters
-    are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N.
+    are zero before and after. K is a multiple of BLOCK_K * SPLITS, N of BLOCK_N. See `Tile` for AHEAD and EARLY.
     NORM: `parts` sums of squares of each row are in `squares`. ADD: each program leaves one in `squares_out`."""
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -102,13 +101,28 @@ def _few_rows_kernel(
     a_ptr = x + i[:, None] * K + k[None, :]
     w_ptr = weight + n[:, None].to(tl.int64) * K + k[None, :]
     up = N.to(tl.int64) * K
-    wait_for_inputs(PDL)
+    if AHEAD:
+        k_ahead = split * length + tl.arange(0, AHEAD)
+        ahead_ptr = weight + n[:, None].to(tl.int64) * K + k_ahead[None, :]
+        w_ahead = tl.load(ahead_ptr)
+        if SILU:
+            up_ahead = tl.load(ahead_ptr + up)
+    if EARLY:
+        let_next_start(PDL)
+    wait_for_last(PDL)
+    if not EARLY:
+        let_next_start(PDL)
     if NORM:  # read now and needed at the end
         p = tl.arange(0, BLOCK_P)[None, :]
         square = tl.load(squares + i[:, None] * parts + p, mask=m[:, None] & (p < parts), other=0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in tl.range(0, length, BLOCK_K):
+    if AHEAD:
+        a_ahead = tl.load(x + i[:, None] * K + k_ahead[None, :], mask=m[:, None], other=0.0)
+        acc = dot(a_ahead, tl.trans(w_ahead), acc)
+        if SILU:
+            acc_up = dot(a_ahead, tl.trans(up_ahead), acc_up)
+    for start in tl.range(AHEAD, length, BLOCK_K):
         a = tl.load(a_ptr + start, mask=m[:, None], other=0.0)
         acc = dot(a, tl.trans(tl.load(w_ptr + start)), acc)
         if SILU:
@@ -145,7 +159,11 @@ def _few_rows_kernel(
 
 
 class Tile(NamedTuple):
-    """What one program of a product of few rows computes, in steps of `inner` along K, shared by `splits`."""
+    """What one program of a product of few rows computes, in steps of `inner` along K, shared by `splits`.
+
+    ahead: of K, what it reads of the weights while the kernel before still runs. early: the next kernel may start then,
+    or else when that one has ended.
+    """
 
     rows: int
     columns: int
@@ -153,21 +171,38 @@ class Tile(NamedTuple):
     splits: int
     warps: int
     stages: int
+    ahead: int = 0
+    early: bool = False
 
 
 def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
-    """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit."""
-    rows = 16 if m <= 16 else 64
-    columns = _BLOCK_N * (2 if m > 128 or (add and n >= 4096) else 1)
+    """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit. Found by
+    descent along each field, measured in the step of 0.6B at 4, 16 and 64 rows and of 8B at 16 and 64."""
+    few = m <= 16
+    rows = 16 if few else 64
+    wide = m > 128 or (add and n > 2048) or (few and not silu and n > 4096)
+    columns = _BLOCK_N * (2 if wide else 1)
     splits, tiles, enough = 1, -(-m // rows) * (n // columns), 128 if m <= _MOST_ROWS else 96
-    while not silu and (tiles * splits < enough or k > 2048 * splits) and tiles * splits < 256:
-        if k % (2 * splits * _BLOCK_K):
+    while not (silu or (few and k <= 2048 and n <= _NARROW)) and (tiles * splits < enough or k > 2048 * splits):
+        if k % (2 * splits * _BLOCK_K) or tiles * splits >= 256:
             break
         splits *= 2
-    stage = itemsize * _BLOCK_K * (rows + columns * (2 if silu else 1))
-    wanted = 4 if silu or m > _MOST_ROWS or tiles * splits > 256 else 5  # many programs: more of them at once
+    programs, read = tiles * splits, columns * (2 if silu else 1)
+    stage = itemsize * _BLOCK_K * (rows + read)
+    if silu:
+        wanted = 4 if few else 6
+    elif m > _MOST_ROWS:
+        wanted = 4
+    elif programs >= 256:
+        wanted = 3  # more programs at once instead
+    else:
+        wanted = 5 if not few else 7 if add else 4
     stages = min(wanted, shared_memory(device) // stage)
-    return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
+    if not few:
+        return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
+    ahead = min((32768 if silu else 65536) // (itemsize * read), k // splits)
+    ahead = 1 << ahead.bit_length() - 1
+    return Tile(rows, columns, _BLOCK_K, splits, 4 if programs > 64 else 8, stages, ahead, silu or splits > 1)
 
 
 def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
@@ -175,10 +210,12 @@ def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bo
     k, n = x.shape[1], out.shape[1]
     block_k = next_power_of_2(k)
     wide = block_k * (2 if silu else 1)
-    block_n = max(8192 // wide, 1)
+    # few programs would not fill the GPU, many that add wait for one another
+    block_n = max((16384 if add is not None and n * k >= 1 << 24 else 8192) // wide, 1)
+    warps = 2 if k <= 2048 else 4 if wide <= 8192 else 8
     _one_row_kernel[(-(-n // block_n),)](
         x, weight, out, out, n, eps or 0.0, int(bool(add)), K=k, BLOCK_N=block_n, BLOCK_K=block_k,
-        NORM=eps is not None, SILU=silu, ADD=add is not None, num_warps=4 if wide <= 8192 else 8, **pdl(x.device),
+        NORM=eps is not None, SILU=silu, ADD=add is not None, num_warps=warps, **pdl(x.device),
     )  # fmt: skip
 
 
@@ -198,8 +235,9 @@ def _few_rows(
     _few_rows_kernel[(across, tile.splits, down)](
         x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
         m, n, k, eps, int(bool(add)), parts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
-        BLOCK_P=next_power_of_2(parts), SPLITS=tile.splits, NORM=squares is not None, SILU=silu,
-        ADD=add is not None, num_warps=tile.warps, num_stages=tile.stages, **pdl(x.device),
+        BLOCK_P=next_power_of_2(parts), SPLITS=tile.splits, AHEAD=tile.ahead, EARLY=tile.early,
+        NORM=squares is not None, SILU=silu, ADD=add is not None, num_warps=tile.warps, num_stages=tile.stages,
+        **pdl(x.device),
     )  # fmt: skip
     return new_squares
 

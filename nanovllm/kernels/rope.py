@@ -17,7 +17,7 @@ def norm_rope_store_reference(
     """RMSNorm over each q and k head, rotary embedding (halves, not pairs), store of k and v; returns q [N, Hq, D].
 
     qkv [N, (Hq + 2 Hkv) D] (rows may be strided, Hq may be 0); q_weight, k_weight [D], or both None: no norm;
-    cos_sin [max_pos, D] fp32, cos in the first half, or None: no rotation; positions [N] int32 or int64;
+    cos_sin [max_pos, D] fp32, cos in the first half, or None: no rotation; positions [N] int32;
     slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place;
     norm: of the rows before the product that qkv is, if it is still to be applied.
     """
@@ -47,7 +47,7 @@ def norm_rope_store_reference(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
     squares, parts, size, norm_eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,

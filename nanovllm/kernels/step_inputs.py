@@ -18,12 +18,12 @@ def decode_inputs_reference(
     rows [B] int32, all different except for the padding row S, the last: it gets slot -1, position 0, length 0.
     State: last_tokens [S+1] int64, context_lens [S+1] int32 (tokens in the cache; += 1 for each r < S),
     block_tables [S+1, max_blocks] int32.
-    Out: out_input_ids [B] int64, out_positions [B] int64, out_slot_mapping [B] int32, out_context_lens [B] int32
-    (keys to attend to, the new token's included).
+    Out, all [B] int32: out_input_ids, out_positions, out_slot_mapping, out_context_lens (keys to attend to, the new
+    token's included).
     """
     r = rows.long()
     live = r < last_tokens.shape[0] - 1
-    pos = context_lens[r].where(live, 0).long()
+    pos = context_lens[r].where(live, 0)
     slots = block_tables[r, pos // block_size] * block_size + pos % block_size
     out_input_ids.copy_(last_tokens[r])
     out_positions.copy_(pos)
@@ -44,8 +44,8 @@ def _decode_inputs_kernel(
     live = mask & (r != padding_row)
     pos = tl.load(context_lens + r, mask=live, other=0)
     block = tl.load(tables + r * stride + pos // BLOCK_SIZE, mask=live, other=0)
-    tl.store(input_ids + b, tl.load(last_tokens + r, mask=mask, other=0), mask=mask)
-    tl.store(positions + b, pos.to(tl.int64), mask=mask)
+    tl.store(input_ids + b, tl.load(last_tokens + r, mask=mask, other=0).to(tl.int32), mask=mask)
+    tl.store(positions + b, pos, mask=mask)
     tl.store(slot_mapping + b, tl.where(live, block * BLOCK_SIZE + pos % BLOCK_SIZE, -1), mask=mask)
     tl.store(out_lens + b, tl.where(live, pos + 1, 0), mask=mask)
     tl.store(context_lens + r, pos + 1, mask=live)

@@ -18,7 +18,7 @@ class Context:
 
     is_prefill: bool
     positions: Tensor
-    """[N] int32 or int64: position of each token in its sequence."""
+    """[N] int32: position of each token in its sequence."""
     slot_mapping: Tensor
     """[N] int32: where each token's K/V go in the flattened cache; -1 stores nothing."""
     block_tables: Tensor

@@ -96,7 +96,7 @@ def rope_case(rows: int, target: str) -> Case:
     def make(seed: int) -> Call:
         tables.append(tables[0] if tables else torch.rand(4096, D, device="cuda"))
         caches, slots = rand(2, 256, BLOCK, HK, D), torch.randperm(256 * BLOCK, device="cuda")[:rows].int()
-        qkv, w, positions = rand(rows, (HQ + 2 * HK) * D), rand(D), torch.randint(4096, (rows,), device="cuda")
+        qkv, w, positions = rand(rows, (HQ + 2 * HK) * D), rand(D), ints([i * 37 % 4096 for i in range(rows)])
         args = tables[-1], positions, slots, caches[0], caches[1], 1e-6
         return lambda **kw: rope.norm_rope_store_triton(qkv, w, w, *args, **kw)
 
@@ -154,9 +154,8 @@ def small_cases(rows: int) -> list[Case]:
 
     def step(seed: int) -> Call:
         state = torch.zeros(rows + 1, device="cuda").long(), ints(range(rows + 1)), ints(range(16)).repeat(rows + 1, 1)
-        long, int32 = torch.zeros(2, rows, device="cuda").long(), torch.zeros(2, rows, device="cuda").int()
-        live = ints(range(rows))
-        return lambda: step_inputs.decode_inputs_triton(live, *state, BLOCK, *long, *int32)
+        live, out = ints(range(rows)), torch.zeros(4, rows, device="cuda").int()
+        return lambda: step_inputs.decode_inputs_triton(live, *state, BLOCK, *out)
 
     return [
         Case(f"embedding {rows}", embed, rows * HIDDEN * 4, 4),

@@ -101,7 +101,7 @@ def test_samples_and_log_probabilities_are_those_of_transformers_with_graphs_ove
             assert len(entries) == len(ids) and len(sample["logprobs"]) == len(ids) - start
             for i, entry in enumerate(entries[1:]):
                 assert ids[i + 1] in entry
-                assert list(entry.values()) == pytest.approx([exact[i, j].item() for j in entry], abs=1e-2)
+                assert list(entry.values()) == pytest.approx([exact[i, j].item() for j in entry], abs=1e-4)
 
 
 def test_requests_with_controls_get_the_same_alone_in_a_batch_eager_and_preempted(tiny_model):
@@ -189,6 +189,8 @@ def test_a_full_batch_at_the_model_limit_stays_finite_and_in_memory(model_06b):
 
 
 def test_too_little_memory_is_an_error_with_numbers_and_advice(tiny_model):
+    with LLM(tiny_model, gpu_memory_utilization=0.5):  # what a first engine leaves loaded does not count
+        pass
     before = torch.cuda.memory_allocated()
     with pytest.raises(OutOfMemoryError, match=r"MiB.*gpu_memory_utilization"):
         LLM(tiny_model, gpu_memory_utilization=0.001)

@@ -73,6 +73,25 @@ def test_seeded_sampling_equals_one_gpu(tiny_model: str) -> None:
     assert answers[0] == answers[1]
 
 
+def test_controls_and_log_probabilities_equal_one_gpu(tiny_model: str) -> None:
+    kinds = [
+        {"top_k": 5}, {"top_p": 0.8, "n": 2}, {"min_p": 0.02, "logprobs": 3}, {"repetition_penalty": 1.4}, {},
+        {"frequency_penalty": 0.5, "presence_penalty": 0.5}, {"logit_bias": {300: 6.0}, "prompt_logprobs": 4},
+        {"allowed_token_ids": [3, 400, 900]}, {"logprobs": 5, "prompt_logprobs": 0, "min_tokens": 9},
+    ]  # fmt: skip
+    params = [SamplingParams(temperature=1.2, seed=i, max_tokens=30, **kinds[i % len(kinds)]) for i in range(40)]
+    one, two = [], []
+    for size, samples in ((1, one), (2, two)):
+        with LLM(tiny_model, dtype="float32", tensor_parallel_size=size) as llm:
+            outputs = llm.generate(PROMPTS[:40], params, use_tqdm=False)
+        samples += [sample for output in outputs for sample in output.get("samples", [output])]
+    assert [sample["token_ids"] for sample in two] == [sample["token_ids"] for sample in one]
+    for a, b in zip(one, two):
+        for key in ("logprobs", "prompt_logprobs"):
+            for x, y in zip(a.get(key) or [], b.get(key) or [], strict=True):
+                assert y == pytest.approx(x, abs=1e-4) if x else y == x
+
+
 def test_a_shared_prefix_that_is_read_once_gives_the_answers_of_one_gpu(tiny_model: str) -> None:
     prefix = [5 + i % 900 for i in range(1024)]
     prompts = [[*prefix, 7 + i, *prompt] for i, prompt in enumerate(PROMPTS[:60])]
