@@ -32,7 +32,7 @@ from nanovllm.layers.attention_backend import make_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import load_model
 from nanovllm.utils.context import Context
-from nanovllm.utils.device import free_host_bytes, pick_device, pick_dtype, warn_if_slow, zeros
+from nanovllm.utils.device import free_host_bytes, graph_stream, pick_device, pick_dtype, warn_if_slow, zeros
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
@@ -94,8 +94,8 @@ class ModelRunner:
         )
         self.token_ids = torch.zeros(n, dtype=torch.int64, device=self.device)
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
-        if self.is_cuda:  # graphs share memory only within one pool and one stream
-            self.graph_pool, self.graph_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        if self.is_cuda:
+            self.graph_pool = torch.cuda.graph_pool_handle()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
         if self.is_cuda:
@@ -383,7 +383,7 @@ class ModelRunner:
         self._decode_padding(size)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self.graph_stream):
+        with graph_stream(self.device):
             # other threads, as NCCL's own, may go on calling CUDA
             graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
             try:

@@ -140,7 +140,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     Saves seconds at the first start on a machine. Triton versions without asynchronous compilation run the kernels.
     """
     try:
-        from triton.runtime._async_compile import AsyncCompileMode
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
         from triton.runtime.jit import JITFunction
     except ImportError:
         yield
@@ -148,7 +148,8 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
     run = JITFunction.run
 
     def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, warmup=True, **options)
+        here = active_mode.get() is not None  # what other threads call runs
+        return run(kernel, *args, warmup=warmup or here, **options)
 
     class Pool(ThreadPoolExecutor):
         """The launcher, too, in the same task: it is compiled when it is first asked for."""

@@ -2,6 +2,7 @@
 
 import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,17 @@ def test_memory_comes_back_after_exit_and_engines_can_follow_one_another(tiny_mo
             assert answers(llm)[0] == GOLDEN[0]["token_ids"]
     torch.cuda.empty_cache()
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_an_engine_runs_while_another_is_built_in_another_thread(tiny_model):
+    expected = [answer["token_ids"] for answer in GOLDEN]
+    options = {"gpu_memory_utilization": 0.4}
+    with LLM(tiny_model, **options) as llm, ThreadPoolExecutor(1) as pool:
+        built = pool.submit(LLM, tiny_model, dtype="float16", num_kvcache_blocks=500, **options)
+        while not built.done():
+            assert answers(llm) == expected
+        with built.result() as other:
+            assert answers(other) == expected
 
 
 def test_unfinished_overlap_leaves_nothing_behind(tiny_model):
