@@ -7,10 +7,11 @@ added: those are ours up to 256 rows, because the norm after them needs no launc
 30.6 us at 128 rows instead of 36.3, 36.1 at 256 instead of 36.4).
 
 The weight of the norm is part of the matrix, so that of the norm itself one factor a row is left, which can be applied
-to the result, after cuBLAS by the kernel that reads it. One row: weights do not depend on the kernel before, so a
-program loads them while that one still runs, and norm, activation and residual need no launch of their own. More rows:
-programs share the K of a product, so that all multiprocessors read weights. A product that adds to the residual stream
-also sums its squares, of which the next product takes the factor. Invariant: partial sums are added in a fixed order.
+to the result, after cuBLAS by the kernel that reads it. Norm, activation and residual need no launch of their own.
+Weights do not depend on the kernel before, so up to 16 rows a program reads its first ones, for one row all, while that
+one still runs: 5 to 8 % of a step. More than one row: programs share the K of a product, so that all multiprocessors
+read weights. A product that adds to the residual stream also sums its squares, of which the next product takes the
+factor. Invariant: partial sums are added in a fixed order.
 """
 
 from typing import NamedTuple
@@ -101,14 +102,14 @@ def _few_rows_kernel(
     a_ptr = x + i[:, None] * K + k[None, :]
     w_ptr = weight + n[:, None].to(tl.int64) * K + k[None, :]
     up = N.to(tl.int64) * K
+    if EARLY:
+        let_next_start(PDL)
     if AHEAD:
         k_ahead = split * length + tl.arange(0, AHEAD)
         ahead_ptr = weight + n[:, None].to(tl.int64) * K + k_ahead[None, :]
         w_ahead = tl.load(ahead_ptr)
         if SILU:
             up_ahead = tl.load(ahead_ptr + up)
-    if EARLY:
-        let_next_start(PDL)
     wait_for_last(PDL)
     if not EARLY:
         let_next_start(PDL)
@@ -161,8 +162,8 @@ def _few_rows_kernel(
 class Tile(NamedTuple):
     """What one program of a product of few rows computes, in steps of `inner` along K, shared by `splits`.
 
-    ahead: of K, what it reads of the weights while the kernel before still runs. early: the next kernel may start then,
-    or else when that one has ended.
+    ahead: of K, what it reads of the weights while the kernel before still runs. early: the next kernel may start
+    meanwhile, or else when that one has ended.
     """
 
     rows: int
@@ -187,8 +188,10 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
         if k % (2 * splits * _BLOCK_K) or tiles * splits >= 256:
             break
         splits *= 2
-    programs, read = tiles * splits, columns * (2 if silu else 1)
-    stage = itemsize * _BLOCK_K * (rows + read)
+    programs, read, length = tiles * splits, columns * (2 if silu else 1), k // splits
+    ahead = 0
+    if few:
+        ahead = 1 << min((32768 if silu else 65536) // (itemsize * read), length).bit_length() - 1
     if silu:
         wanted = 4 if few else 6
     elif m > _MOST_ROWS:
@@ -197,12 +200,10 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
         wanted = 3  # more programs at once instead
     else:
         wanted = 5 if not few else 7 if add else 4
-    stages = min(wanted, shared_memory(device) // stage)
-    if not few:
-        return Tile(rows, columns, _BLOCK_K, splits, 4, stages)
-    ahead = min((32768 if silu else 65536) // (itemsize * read), k // splits)
-    ahead = 1 << ahead.bit_length() - 1
-    return Tile(rows, columns, _BLOCK_K, splits, 4 if programs > 64 else 8, stages, ahead, silu or splits > 1)
+    stage = itemsize * _BLOCK_K * (rows + read)
+    stages = min(wanted, shared_memory(device) // stage, (length - ahead) // _BLOCK_K + 1)
+    early = few and (splits > 1 or silu or (m <= 8 and not add))
+    return Tile(rows, columns, _BLOCK_K, splits, 8 if few and programs <= 64 else 4, stages, ahead, early)
 
 
 def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
