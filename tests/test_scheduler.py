@@ -9,6 +9,7 @@ or misplaced changes all that follow.
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,7 @@ class Engine:
     max_model_len: int = 200
     enable_prefix_caching: bool = True
     depth: int = 0  # steps that are in flight while the next is scheduled
+    one_by_one: bool = False  # requests are queued as if a step came between any two
     seqs: list[Sequence] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
@@ -143,6 +145,8 @@ class Engine:
         self.runner = FakeRunner(self.num_blocks, self.block_size, self.max_num_seqs)
         self.in_flight: deque[tuple[Batch, list[int]]] = deque()
         self.batches: list[list[tuple[int, int]]] = []  # (seq_id, tokens) of each step
+        self.num_schedules = 0
+        self.arrivals: dict[int, int] = {}  # of each request, how often had been scheduled before it came
 
     def add(
         self, prompt: list[int], max_tokens: int | None = 8, stop_ids: list[int] | None = None, **p: Any
@@ -156,6 +160,10 @@ class Engine:
             seq.stop_ids = frozenset(stop_ids or ()) | (frozenset() if params.ignore_eos else self.scheduler.eos_ids)
             self.scheduler.add(seq)
             self.seqs.append(seq)
+            self.arrivals[seq.seq_id] = self.num_schedules
+            if self.one_by_one:
+                self.scheduler.arrived.clear()
+                self.num_schedules += 1
             for token_id in prompt:
                 self.runner.append(seq.seq_id, token_id)
         return samples[0]
@@ -167,6 +175,7 @@ class Engine:
     def step(self) -> list[Sequence]:
         scheduler = self.scheduler
         batch = scheduler.schedule()
+        self.num_schedules += 1
         if batch is not None:
             self.check_batch(batch)
             self.in_flight.append((batch, self.runner.launch(batch)))
@@ -256,10 +265,13 @@ class Engine:
             assert 0 <= wasted <= (self.depth if early else 0), "rows computed for nothing"
         generated = sum(seq.num_completion_tokens for seq in self.seqs)
         assert scheduler.num_generated_tokens == generated
-        order = [seq.seq_id for seq in self.seqs]
-        assert self.started == [seq_id for seq_id in order if seq_id in set(self.started)], (
-            "not first come, first served"
-        )
+        came = [self.arrivals[seq_id] for seq_id in self.started]
+        assert came == sorted(came), "overtaken by a later one"
+        by_id = {seq.seq_id: seq for seq in self.seqs}
+        for _, together in groupby(self.started, self.arrivals.__getitem__):
+            foreseen = [seq for seq_id in together if not (seq := by_id[seq_id]).stop_ids]
+            lengths = [seq.max_num_tokens - seq.num_prompt_tokens for seq in foreseen]
+            assert lengths == sorted(lengths, reverse=True), "a longer one came with a shorter one and started later"
         # every admission yields a token before its sequence can be preempted: nothing can starve
         assert scheduler.num_preemptions <= generated + len(self.seqs)
         chunks = 1 + self.max_model_len // self.max_num_batched_tokens
@@ -294,6 +306,16 @@ def test_waiting_prompts_are_prefilled_together() -> None:
     engine.step()
     assert engine.batches == [[(seq.seq_id, 10) for seq in seqs]]
     assert all(seq.status is SequenceStatus.RUNNING for seq in seqs)
+
+
+def test_the_longest_of_those_that_came_together_is_first_and_none_overtakes_those_that_waited() -> None:
+    engine = Engine(max_num_seqs=1)
+    together = [engine.add(ids(5, i), max_tokens) for i, max_tokens in enumerate((3, 9, 4, 9))]
+    engine.step()
+    later = engine.add(ids(5), 20)
+    engine.run()
+    short, long, middle, other_long = (seq.seq_id for seq in together)
+    assert engine.started == [long, other_long, middle, short, later.seq_id]
 
 
 def test_a_prompt_longer_than_the_budget_is_computed_in_chunks() -> None:
@@ -405,7 +427,7 @@ def test_samples_join_in_the_step_of_their_prompt_and_compute_one_token_each(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_samples_that_have_to_wait_join_a_running_one(depth: int) -> None:
-    engine = Engine(max_num_seqs=2, depth=depth, enable_prefix_caching=False)
+    engine = Engine(max_num_seqs=2, depth=depth, enable_prefix_caching=False, one_by_one=True)
     engine.add(ids(3, 1), 3)
     first = engine.add(ids(10), 9, n=3)
     engine.run()
@@ -511,7 +533,7 @@ def test_a_preempted_sequence_gets_its_token_in_flight() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_preempted_sequence_finds_its_full_blocks_again(depth: int) -> None:
-    engine = Engine(num_blocks=7, max_num_seqs=2, depth=depth)
+    engine = Engine(num_blocks=7, max_num_seqs=2, depth=depth, one_by_one=True)
     engine.scheduler._growth_fits = lambda *_: True  # type: ignore[method-assign]
     first, second = engine.add(ids(10), 3), engine.add(ids(15, 1), 10)
     while not engine.scheduler.num_preemptions:
@@ -575,7 +597,7 @@ def test_room_comes_back_one_step_after_the_end_with_overlap(depth: int, num_blo
 
 @pytest.mark.parametrize(("num_blocks", "num_admitted"), [(19, 2), (20, 3)])
 def test_a_sequence_that_ends_gives_back_no_more_than_it_holds(num_blocks: int, num_admitted: int) -> None:
-    engine = Engine(num_blocks=num_blocks, max_num_seqs=4)
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=4, one_by_one=True)
     for i, max_tokens in enumerate((5, 32, 32)):  # two blocks each now; three, ten and ten at their ends
         engine.add(ids(8, i), max_tokens)
     engine.step()
@@ -587,7 +609,7 @@ def test_a_sequence_that_ends_gives_back_no_more_than_it_holds(num_blocks: int, 
 
 @pytest.mark.parametrize(("num_blocks", "num_admitted"), [(22, 2), (23, 3)])
 def test_a_prefix_comes_back_only_with_the_last_that_shares_it(num_blocks: int, num_admitted: int) -> None:
-    engine = Engine(num_blocks=num_blocks, max_num_seqs=4)
+    engine = Engine(num_blocks=num_blocks, max_num_seqs=4, one_by_one=True)
     engine.add(ids(16), 3)  # computes the four blocks, ends soon
     engine.add(ids(16) + ids(4, 1), 30)  # keeps them: 13 blocks at its end
     engine.add(ids(8, 2), 30)  # ten at its end
@@ -931,7 +953,7 @@ def bench(depth: int, always_admit: bool = False, max_tokens: int | None = None)
 def test_the_benchmark_workload_hardly_preempts_and_loses_no_steps(depth: int) -> None:
     num_steps, num_preemptions, extra = bench(depth)
     assert num_preemptions <= 5 and extra <= 0.03
-    assert num_steps <= 1.1 * bench(depth, always_admit=True)[0]
+    assert num_steps <= 1.2 * bench(depth, always_admit=True)[0]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -939,4 +961,4 @@ def test_the_benchmark_workload_hardly_preempts_and_loses_no_steps(depth: int) -
 def test_ends_that_nobody_can_foresee_hardly_preempt_either(depth: int, max_tokens: int) -> None:
     num_steps, num_preemptions, extra = bench(depth, max_tokens=max_tokens)
     assert num_preemptions <= 5 and extra <= 0.03
-    assert num_steps <= 1.3 * bench(depth, always_admit=True)[0]
+    assert num_steps <= 1.3 * bench(depth, always_admit=True, max_tokens=max_tokens)[0]

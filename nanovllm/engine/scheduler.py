@@ -7,6 +7,9 @@ pool that fills only to preempt at the next step is slower than a shorter queue 
 empty after all, the youngest is preempted: it keeps its ids, gives its blocks back, waits first in line and is computed
 again.
 
+Requests wait in the order in which they came, but of those that came between two steps the longest completions are
+first: otherwise a long job ends with few of them running, at a fraction of the speed.
+
 With overlap a step is scheduled while the one before still runs. What it assumes is only that no sequence of that step
 stops early; `advance` books what is certain at launch, `postprocess` what is known when the ids arrive.
 
@@ -75,6 +78,7 @@ class Scheduler:
             seq.block_table, seq.slot = [], -1
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.enable_prefix_caching)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.arrived: list[Sequence] = []  # since the last step was scheduled
         self.running: dict[int, Sequence] = {}
         self.free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # Admission: `full` once a prompt did not fit, until one that left makes another try worthwhile.
@@ -102,6 +106,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a request that `check` has passed."""
         self.waiting[seq.seq_id] = seq
+        self.arrived.append(seq)
 
     def abort(self, seq: Sequence) -> None:
         """End a request that has not finished; what it was given so far stays in it."""
@@ -112,6 +117,10 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """What to run next, or `None` if nothing can run before a step in flight has ended."""
+        for seq in sorted(self.arrived, key=lambda seq: seq.num_tokens - self._expected_num_tokens(seq)):
+            if seq.seq_id in self.waiting:
+                self.waiting.move_to_end(seq.seq_id)
+        self.arrived.clear()
         batch = None
         if self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running:
             batch = self._schedule_prefill()
