@@ -202,8 +202,8 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
         wanted = 5 if not few else 7 if add else 4
     stage = itemsize * _BLOCK_K * (rows + read)
     stages = min(wanted, shared_memory(device) // stage, (length - ahead) // _BLOCK_K + 1)
-    early = few and (splits > 1 or silu or (m <= 8 and not add))
-    return Tile(rows, columns, _BLOCK_K, splits, 8 if few and programs <= 64 else 4, stages, ahead, early)
+    warps, early = (8 if few and programs <= 64 else 4), few and (silu or splits > 1)
+    return Tile(rows, columns, _BLOCK_K, splits, warps, stages, ahead, early)
 
 
 def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
