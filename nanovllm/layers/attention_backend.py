@@ -7,7 +7,7 @@ give the same result within rounding, and one whose decode needs more of the hos
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 import torch
@@ -47,10 +47,8 @@ class TorchBackend(AttentionBackend):
     """Gather and `scaled_dot_product_attention`: for CPUs, and the reference of the other backends."""
 
     fits_graphs = False  # it gathers as many keys as the longest sequence has
-
-    def __init__(self) -> None:
-        self.group = 16  # sequences gathered at once in decode
-        self.workspace = torch.empty(0)
+    group = 16  # sequences gathered at once in decode
+    workspace = torch.empty(0)  # for what they gather; replaced by a larger one
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
@@ -59,19 +57,14 @@ class TorchBackend(AttentionBackend):
                 self._cache_index(context, slice(i, i + 1), k_cache.shape[1])[0] for i in range(len(context.key_lens))
             ]
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        out = torch.empty_like(q)
-        start = 0
-        for length, index in zip(context.query_lens, context.gather):
-            rows = slice(start, start + length)
-            start += length
-            k, v = keys[index].transpose(0, 1)[None], values[index].transpose(0, 1)[None]
-            mask = None
-            if length != len(index):
-                mask = torch.ones(length, len(index), dtype=torch.bool, device=q.device).tril(len(index) - length)
-            out[rows] = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1)[None], k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )[0].transpose(0, 1)
-        return out
+        outs = []
+        for queries, index in zip(q.split(context.query_lens), context.gather):
+            earlier = len(index) - len(queries)  # keys of tokens before those of this step
+            mask = q.new_ones(len(queries), len(index), dtype=torch.bool).tril(earlier) if earlier else None
+            q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys[index], values[index]))
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not earlier, scale=scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         kv_heads, dim = k_cache.shape[2:]
@@ -80,7 +73,7 @@ class TorchBackend(AttentionBackend):
         # The heads of a group are queries of one key head: measured 2 to 7 times faster than `enable_gqa`.
         grouped = q.unflatten(1, (kv_heads, -1))
         out = torch.empty_like(grouped)
-        for start, (rows, mask) in zip(range(0, len(q), self.group), context.gather):
+        for queries, part, (rows, mask) in zip(grouped.split(self.group), out.split(self.group), context.gather):
             size = rows.numel() * dim
             if self.workspace.numel() < 2 * size or self.workspace.dtype != q.dtype:
                 # kept: fresh pages for every layer of every step cost more than the copy
@@ -88,8 +81,7 @@ class TorchBackend(AttentionBackend):
             k, v = self.workspace[: 2 * size].view(2, *rows.shape, dim)
             torch.index_select(k_cache.view(-1, dim), 0, rows.flatten(), out=k.view(-1, dim))
             torch.index_select(v_cache.view(-1, dim), 0, rows.flatten(), out=v.view(-1, dim))
-            part = slice(start, start + len(rows))
-            out[part] = F.scaled_dot_product_attention(grouped[part], k, v, mask, scale=scale)
+            part.copy_(F.scaled_dot_product_attention(queries, k, v, mask, scale=scale))
         return out.flatten(1, 2)
 
     def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[Tensor]]:
@@ -150,19 +142,18 @@ class FlashAttentionBackend(AttentionBackend):
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         tables = self._tables(context)
-        most_queries, most_keys = max(context.query_lens), max(context.key_lens)
         if self.version == 3:
             # One split: left to itself it takes fp32 copies of the output, by lengths that no rehearsal has measured.
             return self.with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=context.context_lens, page_table=tables,
-                cu_seqlens_q=context.cu_seqlens_q, max_seqlen_q=most_queries, softmax_scale=scale, causal=True,
-                num_splits=1,
+                cu_seqlens_q=context.cu_seqlens_q, max_seqlen_q=max(context.query_lens), softmax_scale=scale,
+                causal=True, num_splits=1,
             )  # fmt: skip
         if context.gather is None or len(context.gather) < 2:
             context.gather = [tables, F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))]
         return self.varlen(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.gather[1], most_queries, most_keys,
-            softmax_scale=scale, causal=True, block_table=tables,
+            q, k_cache, v_cache, context.cu_seqlens_q, context.gather[1], max(context.query_lens),
+            max(context.key_lens), softmax_scale=scale, causal=True, block_table=tables,
         )  # fmt: skip
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
@@ -205,11 +196,7 @@ class FlashAttention4Backend(TritonBackend):
 
 def _has_version_4() -> bool:
     """The name of its folder does not tell: flash-attn 2 brings an old one of that name."""
-    try:
-        version("flash-attn-4")
-    except PackageNotFoundError:
-        return False
-    return True
+    return any(distributions(name="flash-attn-4"))
 
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
