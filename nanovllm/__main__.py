@@ -22,6 +22,8 @@ from tqdm.auto import tqdm
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
 
+Json = dict[str, Any]  # an object
+
 _RESULT = re.compile(rb'\{"index": (\d+), "line_hash": (\d+), "')
 _RESULT_KEYS = {
     "index", "line_hash", "error", "text", "token_ids", "finish_reason", "stop_reason", "num_cached_tokens",
@@ -32,7 +34,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams)}
 _INPUT_KEYS = {"prompt", "messages", "chat_template_kwargs"} | _SAMPLING
 
 
-def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+def run(args: argparse.Namespace, options: Json, sampling: Json) -> None:
     """Run every line of INPUT and append its result to OUTPUT as soon as it has ended. Started again after a
     crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result. An OUTPUT
     with results of other lines, or that another run is writing, is refused.
@@ -90,8 +92,7 @@ def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
         if not line.endswith(b"\n") and b'{"index": '.startswith(line[:10]):
             break
         match = _RESULT.match(line)
-        index = int(match[1]) if match else len(hashes)
-        if not match or index >= len(hashes) or int(match[2]) != hashes[index]:
+        if not match or (index := int(match[1])) >= len(hashes) or int(match[2]) != hashes[index]:
             advice = "give another OUTPUT, or delete the results of lines that have changed"
             raise ValueError(f"{results.name}: line {number} is no result of this INPUT; {advice}")
         done[index] = True
@@ -99,17 +100,15 @@ def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
     results.truncate(end)
 
 
-def answer(
-    llm: LLM, todo: Iterator[tuple[dict[str, Any], bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
-) -> Iterator[list[dict[str, Any]]]:
+def answer(llm: LLM, todo: Iterator[tuple[Json, bytes]], sampling: Json, template_kwargs: Json) -> Iterator[list[Json]]:
     """After each step the results that are new, of `todo`: how a result begins, and its line.
 
     The engine holds the requests that can run and about as many that wait, never the whole file.
     """
-    added: dict[int, dict[str, Any]] = {}  # by `seq_id`
-    entry: tuple[dict[str, Any], bytes] | None = ({}, b"")
+    added: dict[int, Json] = {}  # by `seq_id`
+    entry: tuple[Json, bytes] | None = ({}, b"")
     while entry or added:
-        batch: list[dict[str, Any]] = []
+        batch: list[Json] = []
         while len(added) + len(batch) < 2 * llm.config.max_num_seqs and (entry := next(todo, None)):
             result, line = entry
             try:
@@ -125,9 +124,7 @@ def answer(
         yield batch
 
 
-def add_line(
-    llm: LLM, line: bytes, result: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
-) -> int:
+def add_line(llm: LLM, line: bytes, result: Json, params: Json, template_kwargs: Json) -> int:
     """Add the request of a line and return its `seq_id`; what is to be copied goes to `result`."""
     item = json_object(line)
     result.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
@@ -143,19 +140,19 @@ def add_line(
     return llm.add_request(prompt, SamplingParams(**params | given))  # type: ignore[arg-type]
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def json_object(text: str | bytes) -> Json:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{value!r}: must be a JSON object")
     return value
 
 
-def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+def chat(args: argparse.Namespace, options: Json, sampling: Json) -> None:
     """Talk with a model in the terminal: Ctrl-C stops an answer, Ctrl-D ends."""
     params = SamplingParams(**sampling)
     with suppress(ImportError):
         import readline  # noqa: F401, `input` gets its line editing
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     with LLM(args.model, **options) as llm:
         while True:
             try:
