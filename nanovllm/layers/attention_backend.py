@@ -69,7 +69,8 @@ class TorchBackend(AttentionBackend):
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         kv_heads, dim = k_cache.shape[2:]
         if context.gather is None:
-            context.gather = self._decode_groups(context, k_cache.shape[1], kv_heads)
+            parts = (slice(start, start + self.group) for start in range(0, len(q), self.group))
+            context.gather = [self._group_rows(context, part, *k_cache.shape[1:3]) for part in parts]
         # The heads of a group are queries of one key head: measured 2 to 7 times faster than `enable_gqa`.
         grouped = q.unflatten(1, (kv_heads, -1))
         out = torch.empty_like(grouped)
@@ -84,18 +85,13 @@ class TorchBackend(AttentionBackend):
             part.copy_(F.scaled_dot_product_attention(queries, k, v, mask, scale=scale))
         return out.flatten(1, 2)
 
-    def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[Tensor]]:
-        """For each group of sequences, which are padded to its longest only and stay in the processor's cache: rows
+    def _group_rows(self, context: Context, part: slice, block_size: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """For the sequences in `part`, which are padded to their longest only and stay in the processor's cache: rows
         [b, kv_heads, most keys] of the cache seen as [slots * kv_heads, head_dim], and a mask of the real keys."""
-        assert context.key_lens is not None
-        groups = []
-        heads = torch.arange(kv_heads, device=context.rows.device)[:, None]
-        for start in range(0, len(context.key_lens), self.group):
-            part = slice(start, start + self.group)
-            index = self._cache_index(context, part, block_size)
-            mask = torch.arange(index.shape[1], device=index.device) < context.context_lens[part, None]
-            groups.append([index[:, None] * kv_heads + heads, mask[:, None, None]])
-        return groups
+        index = self._cache_index(context, part, block_size)
+        heads = torch.arange(kv_heads, device=index.device)[:, None]
+        mask = torch.arange(index.shape[1], device=index.device) < context.context_lens[part, None]
+        return index[:, None] * kv_heads + heads, mask[:, None, None]
 
     @staticmethod
     def _cache_index(context: Context, part: slice, block_size: int) -> Tensor:
@@ -194,11 +190,6 @@ class FlashAttention4Backend(TritonBackend):
         )[0]  # fmt: skip
 
 
-def _has_version_4() -> bool:
-    """The name of its folder does not tell: flash-attn 2 brings an old one of that name."""
-    return any(distributions(name="flash-attn-4"))
-
-
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """The backend `name`; `ValueError` if it cannot serve.
 
@@ -217,28 +208,25 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if capability < (8, 0):
         raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
     is_half = dtype in (torch.bfloat16, torch.float16)
-    is_hopper = capability[0] == 9
-    has_version_3 = is_hopper and find_spec("flash_attn_interface") is not None
+    version, page = 2, 256
+    if capability[0] == 9 and find_spec("flash_attn_interface"):
+        version, page = 3, 1
+    elif capability[0] == 9 and any(distributions(name="flash-attn-4")):  # flash-attn 2 has an old folder of that name
+        version, page = 4, 128
     if name in ("auto", "triton"):
         backend = TritonBackend()
-        if name == "auto" and is_half and is_hopper:
+        if name == "auto" and is_half:
             with suppress(ImportError, OSError, AttributeError, RuntimeError):  # of what nobody asked for
-                if has_version_3:
+                if version == 3:
                     backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
-                elif block_size % 128 == 0 and _has_version_4():
+                elif version == 4 and block_size % page == 0:
                     backend = FlashAttention4Backend()
         return backend
     if not is_half:
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
-    if has_version_3:
-        return FlashAttentionBackend(3)
-    if is_hopper and _has_version_4():
-        if block_size % 128:
-            raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 128 with flash-attn 4")
-        return FlashAttention4Backend()
-    # both versions are in this folder
-    if not (find_spec("flash_attn") and find_spec("flash_attn.flash_attn_interface")):
+    # versions 2 and 4 are in this folder
+    if version == 2 and not (find_spec("flash_attn") and find_spec("flash_attn.flash_attn_interface")):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
-    if block_size % 256:
-        raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 256 with flash-attn 2")
-    return FlashAttentionBackend(2)
+    if block_size % page:
+        raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {page} with flash-attn {version}")
+    return FlashAttention4Backend() if version == 4 else FlashAttentionBackend(version)
