@@ -53,9 +53,8 @@ class TorchBackend(AttentionBackend):
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         if context.gather is None:
-            context.gather = [
-                self._cache_index(context, slice(i, i + 1), k_cache.shape[1])[0] for i in range(len(context.key_lens))
-            ]
+            parts = (slice(i, i + 1) for i in range(len(context.key_lens)))
+            context.gather = [self._cache_index(context, part, k_cache.shape[1])[0] for part in parts]
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         outs = []
         for queries, index in zip(q.split(context.query_lens), context.gather):
