@@ -13,7 +13,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, BinaryIO, get_args, get_type_hints
 from zlib import crc32
 
@@ -21,6 +21,8 @@ from tqdm.auto import tqdm
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
+
+Json = dict[str, Any]  # an object
 
 _RESULT = re.compile(rb'\{"index": (\d+), "line_hash": (\d+), "')
 _RESULT_KEYS = {
@@ -32,7 +34,7 @@ _SAMPLING = {f.name for f in fields(SamplingParams)}
 _INPUT_KEYS = {"prompt", "messages", "chat_template_kwargs"} | _SAMPLING
 
 
-def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+def run(args: argparse.Namespace, options: Json, sampling: SamplingParams) -> None:
     """Run every line of INPUT and append its result to OUTPUT as soon as it has ended. Started again after a
     crash, with the same arguments, it goes on where it stopped. To run a line again, delete its result. An OUTPUT
     with results of other lines, or that another run is writing, is refused.
@@ -45,7 +47,6 @@ def run(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, A
     one made of --seed and its index: a restart does not change results. The exit status is 0 also with errors in
     lines; how many is said at the end.
     """
-    SamplingParams(**sampling)
     with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
         if not lines.seekable():
             raise ValueError(f"{args.input}: must be a file, no pipe: it is read twice")
@@ -90,8 +91,7 @@ def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
         if not line.endswith(b"\n") and b'{"index": '.startswith(line[:10]):
             break
         match = _RESULT.match(line)
-        index = int(match[1]) if match else len(hashes)
-        if not match or index >= len(hashes) or int(match[2]) != hashes[index]:
+        if not match or (index := int(match[1])) >= len(hashes) or int(match[2]) != hashes[index]:
             advice = "give another OUTPUT, or delete the results of lines that have changed"
             raise ValueError(f"{results.name}: line {number} is no result of this INPUT; {advice}")
         done[index] = True
@@ -100,20 +100,20 @@ def restore(results: BinaryIO, hashes: "array[int]", done: bytearray) -> None:
 
 
 def answer(
-    llm: LLM, todo: Iterator[tuple[dict[str, Any], bytes]], sampling: dict[str, Any], template_kwargs: dict[str, Any]
-) -> Iterator[list[dict[str, Any]]]:
+    llm: LLM, todo: Iterator[tuple[Json, bytes]], sampling: SamplingParams, template_kwargs: Json
+) -> Iterator[list[Json]]:
     """After each step the results that are new, of `todo`: how a result begins, and its line.
 
     The engine holds the requests that can run and about as many that wait, never the whole file.
     """
-    added: dict[int, dict[str, Any]] = {}  # by `seq_id`
-    entry: tuple[dict[str, Any], bytes] | None = ({}, b"")
+    added: dict[int, Json] = {}  # by `seq_id`
+    entry: tuple[Json, bytes] | None = ({}, b"")
     while entry or added:
-        batch: list[dict[str, Any]] = []
+        batch: list[Json] = []
         while len(added) + len(batch) < 2 * llm.config.max_num_seqs and (entry := next(todo, None)):
             result, line = entry
             try:
-                params = {**sampling, "seed": hash((llm.config.seed, result["index"]))}
+                params = replace(sampling, seed=hash((llm.config.seed, result["index"])))
                 added[add_line(llm, line, result, params, template_kwargs)] = result
             except Exception as error:  # tokenizers and chat templates raise what they like
                 batch.append({**result, "error": f"{type(error).__name__}: {error}"})
@@ -125,9 +125,7 @@ def answer(
         yield batch
 
 
-def add_line(
-    llm: LLM, line: bytes, result: dict[str, Any], params: dict[str, Any], template_kwargs: dict[str, Any]
-) -> int:
+def add_line(llm: LLM, line: bytes, result: Json, params: SamplingParams, template_kwargs: Json) -> int:
     """Add the request of a line and return its `seq_id`; what is to be copied goes to `result`."""
     item = json_object(line)
     result.update({key: value for key, value in item.items() if key not in _INPUT_KEYS | _RESULT_KEYS})
@@ -135,27 +133,25 @@ def add_line(
         raise ValueError(f"{', '.join(sorted(taken))}: cannot be copied, the result has this key itself")
     if ("prompt" in item) == ("messages" in item):
         raise ValueError("must have either 'prompt' or 'messages'")
-    prompt = item.get("prompt")
     if "messages" in item:
         options = template_kwargs | item.get("chat_template_kwargs", {})
-        [prompt] = llm.chat_prompts([item["messages"]], options)
+        [item["prompt"]] = llm.chat_prompts([item["messages"]], options)
     given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
-    return llm.add_request(prompt, SamplingParams(**params | given))  # type: ignore[arg-type]
+    return llm.add_request(item["prompt"], replace(params, **given))
 
 
-def json_object(text: str | bytes) -> dict[str, Any]:
+def json_object(text: str | bytes) -> Json:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"{value!r}: must be a JSON object")
     return value
 
 
-def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, Any]) -> None:
+def chat(args: argparse.Namespace, options: Json, sampling: SamplingParams) -> None:
     """Talk with a model in the terminal: Ctrl-C stops an answer, Ctrl-D ends."""
-    params = SamplingParams(**sampling)
     with suppress(ImportError):
         import readline  # noqa: F401, `input` gets its line editing
-    messages: list[dict[str, Any]] = []
+    messages: list[Json] = []
     with LLM(args.model, **options) as llm:
         while True:
             try:
@@ -164,7 +160,7 @@ def chat(args: argparse.Namespace, options: dict[str, Any], sampling: dict[str, 
                 messages.append({"role": "user", "content": question})
                 [prompt] = llm.chat_prompts([messages], args.chat_template_kwargs)
                 messages.append({"role": "assistant", "content": ""})
-                for piece in llm.stream(prompt, params):
+                for piece in llm.stream(prompt, sampling):
                     messages[-1]["content"] += piece["text"]
                     print(piece["text"], end="", flush=True)
             except KeyboardInterrupt:
@@ -215,7 +211,7 @@ def main() -> None:
     options = {name: value for name, value in vars(args).items() if name in _OPTIONS}
     sampling = {name: value for name, value in vars(args).items() if name in _SAMPLING - _OPTIONS}
     try:
-        args.function(args, options, sampling)
+        args.function(args, options, SamplingParams(**sampling))
     except (OSError, ValueError, OutOfMemoryError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -84,6 +84,8 @@ class ModelConfig:
         eps = raw.get("rms_norm_eps", 1e-6)
         if not isinstance(eps, float) or not 0 < eps < 1:
             raise CheckpointError(f"{path}: rms_norm_eps={eps!r} must be a number in (0, 1)")
+        # transformers 5 writes "dtype", 4 wrote "torch_dtype"
+        dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         as_it_is = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings")
         return cls(
             **{name: size(name) for name in as_it_is},
@@ -94,7 +96,7 @@ class ModelConfig:
             rms_norm_eps=eps,
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
-            dtype=_checkpoint_dtype(raw),
+            dtype=dtype if dtype in DTYPES else "float32",
             rope=_rope_settings(raw, path),
             eos_token_ids=sorted({*_id_list(raw), *_id_list(generation), *_tokenizer_eos(folder)}),
         )
@@ -129,8 +131,7 @@ class Config:
     @classmethod
     def create(cls, model: str, **options: Any) -> "Config":
         """Check every option by name, type and range, then read the model's config."""
-        names = [f.name for f in fields(cls) if f.init and f.name != "model"]
-        reject_unknown("LLM", options, names)
+        reject_unknown("LLM", options, [f.name for f in fields(cls) if f.init and f.name != "model"])
         return cls(model, **options)
 
     def __post_init__(self) -> None:
@@ -159,12 +160,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object")
     return content
-
-
-def _checkpoint_dtype(raw: dict[str, Any]) -> str:
-    # transformers 5 writes "dtype", 4 wrote "torch_dtype"
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return dtype if dtype in DTYPES else "float32"
 
 
 def _rope_settings(raw: dict[str, Any], path: Path) -> dict[str, Any]:

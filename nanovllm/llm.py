@@ -120,10 +120,9 @@ class LLM(LLMEngine):
     def _run(self, prompts: list[Any], sampling_params: Params, use_tqdm: bool) -> list[Output]:
         """Check and queue all prompts, step until they have ended, return their outputs in the same order."""
         sequences: list[Sequence] = []
-        params = _one_each(sampling_params, len(prompts))
-        for ids, p in zip(self._tokenize(prompts), params):
+        for params, ids in zip(_one_each(sampling_params, len(prompts)), self._tokenize(prompts)):
             try:
-                sequences.append(self._make_sequence(ids, p))
+                sequences.append(self._make_sequence(ids, params))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"prompt {len(sequences)}: {error}") from None
         self._claim()

@@ -24,21 +24,16 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and value != "" and not SURROGATE.search(value)
 
 
-def _ids(value: Any) -> list[int]:
-    return [int(i) for i in value]
-
-
 def _is_bias(value: object) -> bool:
     return isinstance(value, dict) and all(_is_id(i) and is_finite(v) for i, v in value.items())
 
 
-_TEXTS = "a list of strings, none of them empty or with a lone surrogate"
 _PENALTY = real("a number in [-2, 2]", lambda p: -2 <= p <= 2)
-_STOP = Rule(f"a string or {_TEXTS}", lambda v: _is_text(v) or is_list(v, _is_text))
-_IDS = Rule("a list of token ids >= 0", lambda v: is_list(v, _is_id), _ids)
-_SOME_IDS = Rule("a list of token ids >= 0, not empty", lambda v: is_list(v, _is_id) and len(v) > 0, _ids)
+_WORDS = Rule("a list of strings, none of them empty or with a lone surrogate", lambda v: is_list(v, _is_text), list)
+_STOP = Rule(f"a string or {_WORDS.words}", lambda v: _is_text(v) or _WORDS.allows(v))
+_IDS = Rule("a list of token ids >= 0", lambda v: is_list(v, _is_id), lambda v: list(map(int, v)))
+_SOME_IDS = Rule(f"{_IDS.words}, not empty", lambda v: _IDS.allows(v) and len(v) > 0, _IDS.convert)
 _BIAS = Rule("a dict of token ids >= 0 to finite numbers", _is_bias, lambda v: {int(i): float(x) for i, x in v.items()})
-_WORDS = Rule(_TEXTS, lambda v: is_list(v, _is_text), list)
 
 
 @dataclass(slots=True)
@@ -99,7 +94,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __new__(cls, *args: object, **given: object) -> "SamplingParams":
-        reject_unknown("SamplingParams", given, (f.name for f in fields(cls)))
+        reject_unknown("SamplingParams", given, [f.name for f in fields(cls)])
         return object.__new__(cls)  # `super()` knows the class from before its slots
 
     def __post_init__(self) -> None:

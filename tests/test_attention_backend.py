@@ -2,7 +2,6 @@
 
 import sys
 from importlib.machinery import ModuleSpec
-from importlib.metadata import PackageNotFoundError
 from itertools import accumulate
 from types import ModuleType
 
@@ -88,13 +87,11 @@ def machine(monkeypatch: pytest.MonkeyPatch):
     """Makes this process believe in a GPU of a compute capability with these packages."""
 
     def believe(capability: tuple[int, int], *packages: str) -> None:
-        def version(name: str) -> str:
-            if name == "flash-attn-4" and FLASH_4 in packages:
-                return "4.0.0b36"
-            raise PackageNotFoundError
+        def distributions(name: str) -> list[str]:
+            return [name] if name == "flash-attn-4" and FLASH_4 in packages else []
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(attention_backend, "version", version)
+        monkeypatch.setattr(attention_backend, "distributions", distributions)
         for name, functions in FLASH.items():
             monkeypatch.setitem(sys.modules, name, None)  # not to be found, even if it is installed
             if any(f"{package}.".startswith(f"{name}.") for package in packages):

@@ -7,7 +7,7 @@ give the same result within rounding, and one whose decode needs more of the hos
 from abc import ABC, abstractmethod
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 import torch
@@ -47,40 +47,33 @@ class TorchBackend(AttentionBackend):
     """Gather and `scaled_dot_product_attention`: for CPUs, and the reference of the other backends."""
 
     fits_graphs = False  # it gathers as many keys as the longest sequence has
-
-    def __init__(self) -> None:
-        self.group = 16  # sequences gathered at once in decode
-        self.workspace = torch.empty(0)
+    group = 16  # sequences gathered at once in decode
+    workspace = torch.empty(0)  # for what they gather; replaced by a larger one
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         if context.gather is None:
-            context.gather = [
-                self._cache_index(context, slice(i, i + 1), k_cache.shape[1])[0] for i in range(len(context.key_lens))
-            ]
+            parts = (slice(i, i + 1) for i in range(len(context.key_lens)))
+            context.gather = [self._cache_index(context, part, k_cache.shape[1])[0] for part in parts]
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-        out = torch.empty_like(q)
-        start = 0
-        for length, index in zip(context.query_lens, context.gather):
-            rows = slice(start, start + length)
-            start += length
-            k, v = keys[index].transpose(0, 1)[None], values[index].transpose(0, 1)[None]
-            mask = None
-            if length != len(index):
-                mask = torch.ones(length, len(index), dtype=torch.bool, device=q.device).tril(len(index) - length)
-            out[rows] = F.scaled_dot_product_attention(
-                q[rows].transpose(0, 1)[None], k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=True
-            )[0].transpose(0, 1)
-        return out
+        outs = []
+        for queries, index in zip(q.split(context.query_lens), context.gather):
+            earlier = len(index) - len(queries)  # keys of tokens before those of this step
+            mask = q.new_ones(len(queries), len(index), dtype=torch.bool).tril(earlier) if earlier else None
+            q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys[index], values[index]))
+            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not earlier, scale=scale, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         kv_heads, dim = k_cache.shape[2:]
         if context.gather is None:
-            context.gather = self._decode_groups(context, k_cache.shape[1], kv_heads)
+            parts = (slice(start, start + self.group) for start in range(0, len(q), self.group))
+            context.gather = [self._group_rows(context, part, *k_cache.shape[1:3]) for part in parts]
         # The heads of a group are queries of one key head: measured 2 to 7 times faster than `enable_gqa`.
         grouped = q.unflatten(1, (kv_heads, -1))
         out = torch.empty_like(grouped)
-        for start, (rows, mask) in zip(range(0, len(q), self.group), context.gather):
+        for queries, part, (rows, mask) in zip(grouped.split(self.group), out.split(self.group), context.gather):
             size = rows.numel() * dim
             if self.workspace.numel() < 2 * size or self.workspace.dtype != q.dtype:
                 # kept: fresh pages for every layer of every step cost more than the copy
@@ -88,22 +81,16 @@ class TorchBackend(AttentionBackend):
             k, v = self.workspace[: 2 * size].view(2, *rows.shape, dim)
             torch.index_select(k_cache.view(-1, dim), 0, rows.flatten(), out=k.view(-1, dim))
             torch.index_select(v_cache.view(-1, dim), 0, rows.flatten(), out=v.view(-1, dim))
-            part = slice(start, start + len(rows))
-            out[part] = F.scaled_dot_product_attention(grouped[part], k, v, mask, scale=scale)
+            part.copy_(F.scaled_dot_product_attention(queries, k, v, mask, scale=scale))
         return out.flatten(1, 2)
 
-    def _decode_groups(self, context: Context, block_size: int, kv_heads: int) -> list[list[Tensor]]:
-        """For each group of sequences, which are padded to its longest only and stay in the processor's cache: rows
+    def _group_rows(self, context: Context, part: slice, block_size: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """For the sequences in `part`, which are padded to their longest only and stay in the processor's cache: rows
         [b, kv_heads, most keys] of the cache seen as [slots * kv_heads, head_dim], and a mask of the real keys."""
-        assert context.key_lens is not None
-        groups = []
-        heads = torch.arange(kv_heads, device=context.rows.device)[:, None]
-        for start in range(0, len(context.key_lens), self.group):
-            part = slice(start, start + self.group)
-            index = self._cache_index(context, part, block_size)
-            mask = torch.arange(index.shape[1], device=index.device) < context.context_lens[part, None]
-            groups.append([index[:, None] * kv_heads + heads, mask[:, None, None]])
-        return groups
+        index = self._cache_index(context, part, block_size)
+        heads = torch.arange(kv_heads, device=index.device)[:, None]
+        mask = torch.arange(index.shape[1], device=index.device) < context.context_lens[part, None]
+        return index[:, None] * kv_heads + heads, mask[:, None, None]
 
     @staticmethod
     def _cache_index(context: Context, part: slice, block_size: int) -> Tensor:
@@ -150,19 +137,18 @@ class FlashAttentionBackend(AttentionBackend):
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         assert context.query_lens is not None and context.key_lens is not None
         tables = self._tables(context)
-        most_queries, most_keys = max(context.query_lens), max(context.key_lens)
         if self.version == 3:
             # One split: left to itself it takes fp32 copies of the output, by lengths that no rehearsal has measured.
             return self.with_kvcache(
                 q, k_cache, v_cache, cache_seqlens=context.context_lens, page_table=tables,
-                cu_seqlens_q=context.cu_seqlens_q, max_seqlen_q=most_queries, softmax_scale=scale, causal=True,
-                num_splits=1,
+                cu_seqlens_q=context.cu_seqlens_q, max_seqlen_q=max(context.query_lens), softmax_scale=scale,
+                causal=True, num_splits=1,
             )  # fmt: skip
         if context.gather is None or len(context.gather) < 2:
             context.gather = [tables, F.pad(context.context_lens.cumsum(0, dtype=torch.int32), (1, 0))]
         return self.varlen(
-            q, k_cache, v_cache, context.cu_seqlens_q, context.gather[1], most_queries, most_keys,
-            softmax_scale=scale, causal=True, block_table=tables,
+            q, k_cache, v_cache, context.cu_seqlens_q, context.gather[1], max(context.query_lens),
+            max(context.key_lens), softmax_scale=scale, causal=True, block_table=tables,
         )  # fmt: skip
 
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
@@ -203,15 +189,6 @@ class FlashAttention4Backend(TritonBackend):
         )[0]  # fmt: skip
 
 
-def _has_version_4() -> bool:
-    """The name of its folder does not tell: flash-attn 2 brings an old one of that name."""
-    try:
-        version("flash-attn-4")
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     """The backend `name`; `ValueError` if it cannot serve.
 
@@ -230,28 +207,25 @@ def make_backend(name: str, device: torch.device, dtype: torch.dtype, block_size
     if capability < (8, 0):
         raise ValueError(f"attention_backend={name!r}: needs compute capability 8.0 or newer; use 'torch'")
     is_half = dtype in (torch.bfloat16, torch.float16)
-    is_hopper = capability[0] == 9
-    has_version_3 = is_hopper and find_spec("flash_attn_interface") is not None
+    version, page = 2, 256
+    if capability[0] == 9 and find_spec("flash_attn_interface"):
+        version, page = 3, 1
+    elif capability[0] == 9 and any(distributions(name="flash-attn-4")):  # flash-attn 2 has an old folder of that name
+        version, page = 4, 128
     if name in ("auto", "triton"):
         backend = TritonBackend()
-        if name == "auto" and is_half and is_hopper:
+        if name == "auto" and is_half:
             with suppress(ImportError, OSError, AttributeError, RuntimeError):  # of what nobody asked for
-                if has_version_3:
+                if version == 3:
                     backend.prefill = FlashAttentionBackend(3).prefill  # type: ignore[method-assign]
-                elif block_size % 128 == 0 and _has_version_4():
+                elif version == 4 and block_size % page == 0:
                     backend = FlashAttention4Backend()
         return backend
     if not is_half:
         raise ValueError(f"attention_backend='flash_attn': must run in bfloat16 or float16, not {dtype}")
-    if has_version_3:
-        return FlashAttentionBackend(3)
-    if is_hopper and _has_version_4():
-        if block_size % 128:
-            raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 128 with flash-attn 4")
-        return FlashAttention4Backend()
-    # both versions are in this folder
-    if not (find_spec("flash_attn") and find_spec("flash_attn.flash_attn_interface")):
+    # versions 2 and 4 are in this folder
+    if version == 2 and not (find_spec("flash_attn") and find_spec("flash_attn.flash_attn_interface")):
         raise ValueError("attention_backend='flash_attn': needs the package: pip install 'nanovllm[flash-attn]'")
-    if block_size % 256:
-        raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of 256 with flash-attn 2")
-    return FlashAttentionBackend(2)
+    if block_size % page:
+        raise ValueError(f"kvcache_block_size={block_size}: must be a multiple of {page} with flash-attn {version}")
+    return FlashAttention4Backend() if version == 4 else FlashAttentionBackend(version)

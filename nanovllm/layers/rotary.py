@@ -17,8 +17,7 @@ def rope_table(rope: dict[str, Any], head_dim: int, num_positions: int, device: 
     Angles are position * theta^(-2i/d) (Su et al., 2021), with the frequencies changed as the rope
     type says: "linear" (Chen et al., 2023), "llama3" (Llama 3.1's scaling), "yarn" (Peng et al., 2023).
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    inverse = 1.0 / (rope["rope_theta"] ** exponent)
+    inverse = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     scale = 1.0
     if rope["rope_type"] == "linear":
         inverse = inverse / rope["factor"]

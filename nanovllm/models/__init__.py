@@ -24,7 +24,7 @@ def load_model(config: Config, parallel: Parallel, dtype: torch.dtype, device: t
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
         return model
-    make(torch.device("meta")).load(Checkpoint(config.model, check_only=True))
+    make(torch.device("meta")).load(Checkpoint(config.model))
     model = make(device)
     model.load(Checkpoint(config.model))
     return model

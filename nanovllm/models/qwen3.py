@@ -53,9 +53,7 @@ class Qwen3MLP(nn.Module):
         hidden, total = config.hidden_size, config.intermediate_size
         size = parallel.share(total)
         share, eps = (parallel.rank * size, size), config.rms_norm_eps
-        self.gate_up_proj = ColumnParallelLinear(
-            hidden, [total, total], [share, share], False, silu=True, eps=eps, **factory
-        )
+        self.gate_up_proj = ColumnParallelLinear(hidden, [total] * 2, [share] * 2, False, silu=True, eps=eps, **factory)
         self.down_proj = RowParallelLinear(total, hidden, share, False, parallel, **factory)
 
     def forward(self, stream: Stream) -> Stream:

@@ -26,15 +26,13 @@ class Checkpoint:
     """The tensors under `folder`; `CheckpointError` if there are none or a file is damaged.
 
     Tensors that are asked for and absent are collected, so that `finish` can name all of them.
-    check_only: `read` looks at names, dtypes and shapes and fills nothing.
     """
 
-    def __init__(self, folder: str, check_only: bool = False) -> None:
-        self.folder, self.check_only = Path(folder), check_only
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
         self.files: dict[str, Any] = {}
-        self.file_of: dict[str, str] = {}
+        self.file_of: dict[str, str] = {}  # those that have not been read
         self.missing: list[str] = []
-        self.used: set[str] = set()
         index = self.folder / "model.safetensors.index.json"
         if index.is_file():
             self._read_index(index)
@@ -49,19 +47,19 @@ class Checkpoint:
     def read(self, target: Tensor, name: str, shape: tuple[int, ...], dim: int = 0, start: int = 0) -> None:
         """Fill `target` from the tensor `name`, which must have `shape`, from `start` on along `dim`.
 
-        What lies past the end of the tensor, and all if it is missing, stays as it is.
+        What lies past the end of the tensor, and all if it is missing, stays as it is. Of a tensor for a target on the
+        device "meta" name, dtype and shape are checked.
         """
-        if name not in self.file_of:
+        if (file := self.file_of.pop(name, None)) is None:
             self.missing.append(name)
             return
-        part = self._open(self.file_of[name]).get_slice(name)
-        found, where = tuple(part.get_shape()), self.folder / self.file_of[name]
+        part = self._open(file).get_slice(name)
+        found, where = tuple(part.get_shape()), self.folder / file
         if found != shape:
             raise CheckpointError(f"{where}: {name} has shape {found}, the config needs {shape}")
         if part.get_dtype() not in _DTYPES:
             raise CheckpointError(f"{where}: {name} has dtype {part.get_dtype()}: must be one of {', '.join(_DTYPES)}")
-        self.used.add(name)
-        if self.check_only:
+        if target.is_meta:
             return
         stop = max(start, min(start + target.shape[dim], shape[dim]))
         try:
@@ -75,8 +73,7 @@ class Checkpoint:
         self.files.clear()
         if self.missing:
             raise CheckpointError(f"{self.folder}: the checkpoint lacks {', '.join(self.missing)}")
-        unexpected = sorted(n for n in self.file_of if n not in self.used and not n.endswith(ignored))
-        if unexpected:
+        if unexpected := sorted(name for name in self.file_of if not name.endswith(ignored)):
             raise CheckpointError(f"{self.folder}: the model has no place for {', '.join(unexpected)}")
 
     def _read_index(self, index: Path) -> None:

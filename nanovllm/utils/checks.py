@@ -65,9 +65,8 @@ def check(values: Any, prefix: str = "") -> None:
         setattr(values, name, rule.convert(value))
 
 
-def reject_unknown(owner: str, given: Iterable[str], valid: Iterable[str]) -> None:
+def reject_unknown(owner: str, given: Iterable[str], valid: list[str]) -> None:
     """Raise a `TypeError` for the first unknown option in `given`, naming the valid one that it looks like, if any."""
-    valid = list(valid)
     for name in given:
         if name not in valid:
             near = "".join(f"; did you mean {other!r}?" for other in get_close_matches(name, valid, n=1, cutoff=0.55))

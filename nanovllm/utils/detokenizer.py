@@ -40,9 +40,7 @@ class Detokenizer:
         starts = [max(0, self.searched - len(stop) + 1) for stop in stops]
         self.searched = len(self.text)
         found = [(at, stop) for stop, start in zip(stops, starts) if (at := self.text.find(stop, start)) >= 0]
-        if not found:
-            return None
-        self.stop_at, stop = min(found)
+        self.stop_at, stop = min(found, default=(-1, None))
         return stop
 
     def _decode(self, ids: list[int]) -> str:

@@ -4,7 +4,6 @@ It reads options and the machine and must not change either.
 """
 
 import functools
-import math
 import os
 import threading
 import warnings
@@ -81,4 +80,4 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy leaves zeroing to the system, page by page on first use; torch would write gigabytes at start-up
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros((*shape, dtype.itemsize), dtype=np.uint8)).view(dtype).squeeze(-1)
