@@ -86,7 +86,8 @@ class LLMEngine:
         return request.seq_id
 
     def abort(self, seq_id: int) -> None:
-        """End a request; it is never part of a result. Unknown and finished ids are ignored.
+        """End a request: `step` does not return it; a `generate` or stream of it ends with what there is, the finish
+        reason "abort". Unknown and finished ids are ignored.
 
         While a step runs, so in a signal handler or another thread, it ends when the step does, or with the next one.
         """

@@ -187,7 +187,7 @@ class Ranks:
             if (process.exitcode or 0) < 0:  # by a signal: no report, and nobody else's fault
                 self.reports.append((0.0, EngineError, f"rank {rank} was ended by signal {-process.exitcode}"))
             elif process.exitcode is not None:
-                text = f"rank {rank} ended; the main module of a script needs its `if __name__ == '__main__':`"
+                text = f"rank {rank} ended; the main module must be a file with `if __name__ == '__main__':`"
                 self.reports.append((monotonic(), EngineError, text))
         if self.reports:
             _, kind, text = min(self.reports, key=lambda report: report[0])
