@@ -78,7 +78,7 @@ class BlockManager:
         for _ in range(-(-seq.num_tokens // self.block_size) - len(prefix)):
             self.append_block(seq)
 
-    def append_block(self, seq: Sequence) -> int:
+    def append_block(self, seq: Sequence) -> None:
         """Add the least recently used free block to the table of `seq`; `KeyError` if none is free."""
         block_id, _ = self.free.popitem(last=False)
         block = self.blocks[block_id]
@@ -87,7 +87,6 @@ class BlockManager:
         block.content_id = 0
         block.ref_count = 1
         seq.block_table.append(block_id)
-        return block_id
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.

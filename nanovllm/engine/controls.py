@@ -9,6 +9,7 @@ logits. Invariant: rows without controls keep the ids that they have, and every 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -98,7 +99,7 @@ class Controls:
             (ids,) = to_device([np.array(token_ids, dtype=np.int32)], self.history.device)
             self.history[slot, : len(ids)] = ids
 
-    def resample(self, logits: torch.Tensor, ids: torch.Tensor, key_lens: list[int] | None) -> None:
+    def resample(self, logits: Tensor, ids: Tensor, key_lens: list[int] | None) -> None:
         """Replace in `ids` [B], and in the slots, what the batch of the plan samples from `logits` [B, V].
 
         key_lens: tokens of each of its sequences; needed if any has controls.
@@ -136,9 +137,7 @@ class _Rows:
         ) = to_device(arrays, device)  # fmt: skip
         self.penalties = tuple(penalties)
 
-    def change(
-        self, logits: torch.Tensor, history: torch.Tensor, lens: torch.Tensor, temperatures: torch.Tensor
-    ) -> torch.Tensor:
+    def change(self, logits: Tensor, history: Tensor, lens: Tensor, temperatures: Tensor) -> Tensor:
         """logits [R, V] with all the controls of these rows; history [R, >= lens.max()], lens [R]: ids so far."""
         if self.adjusts:
             logits = logits.float()
@@ -160,7 +159,7 @@ class _Rows:
         return logits
 
 
-def ends_with(history: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def ends_with(history: Tensor, lens: Tensor, rows: Tensor, words: Tensor) -> Tensor:
     """[W] bool: whether row r = rows[w] of history [R, L], cut after lens[r], ends with words[w] ([W, N], -1: any)."""
     position = lens[rows, None] + torch.arange(-words.shape[1], 0, device=words.device)
     ids = history[rows[:, None], position.clamp(min=0)]
@@ -168,8 +167,8 @@ def ends_with(history: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, wor
 
 
 def penalise(
-    logits: torch.Tensor, history: torch.Tensor, lens: torch.Tensor, num_prompt: torch.Tensor,
-    repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
+    logits: Tensor, history: Tensor, lens: Tensor, num_prompt: Tensor, repetition: Tensor, presence: Tensor,
+    frequency: Tensor,
 ) -> None:  # fmt: skip
     """Apply the penalties [R] to logits [R, V] in place; history [R, L] int32 ids of which the first lens [R] count.
 

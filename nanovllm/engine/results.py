@@ -26,12 +26,10 @@ class PendingIds:
     """
 
     def __init__(self, ids: torch.Tensor, order: list[int] | None, owners: list[Owner], pieces: Pieces) -> None:
-        self.event, self.order, self.owners = None, order, owners
+        self.order, self.owners = order, owners
         self.ids = _to_host(ids)
         self.pieces = [[_to_host(x) for x in piece] for piece in pieces]
-        if ids.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.event = torch.cuda.current_stream().record_event() if ids.is_cuda else None
 
     def tolist(self) -> list[int]:
         if self.event is not None:

@@ -47,13 +47,12 @@ class Slots:
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
         key_lens = [start + length for start, length in zip(starts, query_lens)]
         positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
-        tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
+        tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), dtype=np.int32)
+        for table, seq in zip(tables, seqs):
+            table[: len(seq.block_table)] = seq.block_table
         stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
         for i, source, _ in copies:
-            stores[i][:], tables[i][-1] = -1, source
-        padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
-        for padded, table in zip(padded_tables, tables):
-            padded[: len(table)] = table
+            stores[i][:], tables[i, len(seqs[i].block_table) - 1] = -1, source
         cu_seqlens = np.array([0, *accumulate(query_lens)], dtype=np.int32)
         seeds, ids, position_ids, slot_mapping, rows, lens, cu_seqlens_q, last, temperatures, block_tables = to_device(
             [
@@ -66,7 +65,7 @@ class Slots:
                 cu_seqlens,
                 cu_seqlens[1 : n + 1] - 1,
                 np.array([seq.temperature for seq in seqs], dtype=np.float32),
-                padded_tables,
+                tables,
             ],
             self.seeds.device,
         )

@@ -50,7 +50,7 @@ class LeadRunner(ModelRunner):
         device = pick_device(config.device)
         if reason := _obstacle(config, device):
             raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be {reason}")
-        self.ranks = Ranks()
+        self.ranks = Ranks(config.tensor_parallel_size)
         self._end = finalize(self, _end, vars(self), self.ranks)  # by itself if nobody calls `exit`
         with self._guard():
             super().__init__(config, self.ranks.start(config, device))
@@ -104,10 +104,10 @@ class Ranks:
     failed: set as soon as one of them has ended by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.failed = self.closed = False
         self.folder = mkdtemp(prefix="nanovllm-")
-        self.parallel = Parallel()
+        self.parallel = Parallel(0, size)
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.reports: list[tuple[float, type[EngineError], str]] = []
         self.pipes: list[Connection] = []
@@ -126,7 +126,6 @@ class Ranks:
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
-        self.parallel = Parallel(0, size)
         results: list[Exception | None] = []
 
         def connect() -> None:
@@ -155,12 +154,11 @@ class Ranks:
         """Until all have sent `word`; `RuntimeError` or `EOFError` if one has failed."""
         waiting: list[Any] = list(self.pipes)
         while waiting:
-            pipe: Any
-            for pipe in wait(waiting):
-                if (message := pipe.recv()) != word:
-                    self.reports.append(message)
-                    raise RuntimeError("a rank has failed")
-                waiting.remove(pipe)
+            pipe: Any = wait(waiting)[0]
+            if (message := pipe.recv()) != word:
+                self.reports.append(message)
+                raise RuntimeError("a rank has failed")
+            waiting.remove(pipe)
 
     def _watch(self) -> None:
         """The end of a process ends what rank 0 waits for on its GPU."""
@@ -246,14 +244,12 @@ def _delayed_interrupts() -> Iterator[None]:
         handler(*caught[0])
 
 
-def serve(
-    rank: int, config: Config, lead_device: torch.device, folder: str, num_threads: int, pipe: Connection
-) -> None:
+def serve(rank: int, config: Config, lead_device: torch.device, folder: str, threads: int, pipe: Connection) -> None:
     """The life of a rank above 0, in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
     threading.Thread(target=_leave_with_parent, args=(folder,), daemon=True).start()
     try:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(threads)
         if lead_device.type == "cuda":
             torch.cuda.set_device((lead_device.index + rank) % torch.cuda.device_count())
         device = pick_device(lead_device.type)
