@@ -94,11 +94,10 @@ class ModelRunner:
         )
         self.token_ids = torch.zeros(n, dtype=torch.int64, device=self.device)
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
-        if self.is_cuda:
-            self.graph_pool = torch.cuda.graph_pool_handle()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
         if self.is_cuda:
+            self.graph_pool = torch.cuda.graph_pool_handle()
             self._allocate_cache(1)
             layers, self.model.layers = self.model.layers, self.model.layers[:2]  # they have the kernels of all
             with compile_ahead(self.device):
@@ -134,14 +133,13 @@ class ModelRunner:
             ids, pieces = self.decode(*self._plan_decode(batch))
             return PendingIds(ids, self.order, self.owners, pieces)
         seqs, n = batch.seqs, batch.num_sampled
+        sampled = seqs[:n]
         owners, scored = scored_rows(seqs)
-        sampled_owners, wanted = sampled_rows(seqs[:n])
+        sampled_owners, wanted = sampled_rows(sampled)
         owners += sampled_owners
-        plan = plan_controls(seqs[:n], prefill=True)
-        ids, pieces = self.prefill(
-            seqs, n, batch.copies, scored, wanted, most_asked(owners), early_stops(seqs[:n]), plan
-        )  # fmt: skip
-        return PendingIds(ids, None, owners, pieces)
+        k, masked, plan = most_asked(owners), early_stops(sampled), plan_controls(sampled, prefill=True)
+        ids, pieces = self.prefill(seqs, n, batch.copies, scored, wanted, k, masked, plan)
+        return PendingIds(ids, slice(None), owners, pieces)
 
     def check(self) -> None:
         """Raise `EngineError` if another rank has failed, so that ids may be rubbish; here there is none."""
@@ -181,12 +179,8 @@ class ModelRunner:
 
     def _copy_blocks(self, seqs: list[Sequence], copies: list[tuple[int, int, int]]) -> None:
         """Give the sequences of `copies` their own last block, a copy of the one that they have read."""
-        entries, sources, targets = zip(*copies)
-        slots = [seqs[i].slot for i in entries]
-        last = [len(seqs[i].block_table) - 1 for i in entries]
-        slot, index, source, target = to_device(
-            [np.array([slots, last, sources, targets], dtype=np.int32)], self.device
-        )[0]
+        columns = [(seqs[i].slot, len(seqs[i].block_table) - 1, source, target) for i, source, target in copies]
+        slot, index, source, target = to_device([np.array(columns, dtype=np.int32).T], self.device)[0]
         self.slots.block_tables[slot, index] = target
         for layer in self._attention_layers():
             for cache in (layer.k_cache, layer.v_cache):
@@ -300,11 +294,10 @@ class ModelRunner:
         config = self.config
         if config.num_kvcache_blocks > 0:
             return config.num_kvcache_blocks
-        layers = list(self._attention_layers())
-        token_bytes = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
+        token_bytes = 2 * self.dtype.itemsize * sum(m.num_kv_heads * m.head_dim for m in self._attention_layers())
         block_bytes = token_bytes * config.kvcache_block_size
         if not self.is_cuda:
-            longest = -(-config.max_model_len // config.kvcache_block_size)
+            longest = self.slots.block_tables.shape[1]
             most = min(free_host_bytes() // 4, MAX_CPU_CACHE_BYTES)
             return max(1, min(most // block_bytes, config.max_num_seqs * longest))
         free = self._free_device_bytes()

@@ -117,9 +117,8 @@ class Scheduler:
             if seq.seq_id in self.waiting:
                 self.waiting.move_to_end(seq.seq_id)
         self.arrived.clear()
-        batch = None
-        if self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running:
-            batch = self._schedule_prefill()
+        may_prefill = self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running
+        batch = self._schedule_prefill() if may_prefill else None
         self.num_prefills = self.num_prefills + 1 if batch else 0
         return batch or self._schedule_decode()
 

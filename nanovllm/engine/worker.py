@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from tempfile import mkdtemp
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 from weakref import finalize
 
@@ -126,21 +126,20 @@ class Ranks:
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
-        results: list[Exception | None] = []
+        errors: list[Exception] = []
 
         def connect() -> None:
             try:
                 self.parallel.connect(device, self.folder)
-                results.append(None)
             except Exception as error:
-                results.append(error)
+                errors.append(error)
 
-        threading.Thread(target=connect, daemon=True).start()  # a rank that dies may leave it waiting
-        while not results and all(process.is_alive() for process in self.processes):
-            sleep(0.01)
-        result = results[0] if results else RuntimeError("a rank has ended")
-        if result:
-            raise result
+        thread = threading.Thread(target=connect, daemon=True)  # a rank that dies may leave it waiting
+        thread.start()
+        while thread.is_alive() and all(process.is_alive() for process in self.processes):
+            thread.join(0.01)
+        if errors or thread.is_alive():
+            raise errors[0] if errors else RuntimeError("a rank has ended")
         self.watcher.start()
         return self.parallel
 
@@ -272,9 +271,8 @@ def serve(rank: int, config: Config, lead_device: torch.device, folder: str, thr
 
 
 def _leave_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     _die(folder)
 
 
