@@ -42,9 +42,8 @@ def _plan_rows(index: list[int], seqs: list[Sequence]) -> tuple[tuple[bool, ...]
     added = [(r, i, np.clip(v, -1e30, 1e30)) for r, p in enumerate(params) for i, v in (p.logit_bias or {}).items()]
     added += [(r, word[0], -np.inf) for r, s in enumerate(mine) for word in s.bad_words if len(word) == 1]
     added += [(r, word[-1], -np.inf) for r, word in words]
-    prefixes = np.full((len(words), max([len(word) - 1 for _, word in words], default=0)), -1)
-    for prefix, (_, word) in zip(prefixes, words):
-        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
+    longest = max((len(word) for _, word in words), default=1)
+    prefixes = np.reshape([[-1] * (longest - len(word)) + word[:-1] for _, word in words], (len(words), longest - 1))
     ints = [
         index, [s.slot for s in mine], [s.num_prompt_tokens for s in mine], [min(p.top_k, 2**31 - 1) for p in params],
         sorted({r for r, _ in allowed}), np.reshape(allowed, (-1, 2)).T,

@@ -266,10 +266,7 @@ class LLMEngine:
                     entries.append(entry)
             finished += self.scheduler.postprocess(batch_done, ids)
         requests = dict.fromkeys(seq.request for seq in finished)
-        done = [request for request in requests if all(seq.is_finished for seq in request.samples)]
-        for request in done:
-            del self.sequences[request.seq_id]
-        return done
+        return [self.sequences.pop(r.seq_id) for r in requests if all(seq.is_finished for seq in r.samples)]
 
     def _drop_all(self) -> None:
         """Back to an empty engine; what a failed step has written is never taken for a prefix."""

@@ -77,8 +77,8 @@ class ModelRunner:
         config, hf = self.config, self.config.hf
         self.model = load_model(config, self.parallel, self.dtype, self.device)
         self.sampler = Sampler(self.parallel, self.model.lm_head.start)
-        max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
+        n, max_blocks = config.max_num_seqs, -(-config.max_model_len // config.kvcache_block_size)
+        self.slots = Slots(n, max_blocks, self.device)
         self.controls = Controls(self.slots, self.parallel, hf.vocab_size, config.max_model_len)
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
@@ -87,7 +87,6 @@ class ModelRunner:
         self.logprob_rows, self.num_logprobs = torch.empty(0, dtype=torch.int32, device=self.device), 0
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
-        n = config.max_num_seqs
         # as those of a prefill: other types would be other kernels to compile
         self.rows, self.input_ids, self.positions, self.slot_mapping, self.context_lens = (
             torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(5)
@@ -179,8 +178,8 @@ class ModelRunner:
 
     def _copy_blocks(self, seqs: list[Sequence], copies: list[tuple[int, int, int]]) -> None:
         """Give the sequences of `copies` their own last block, a copy of the one that they have read."""
-        columns = [(seqs[i].slot, len(seqs[i].block_table) - 1, source, target) for i, source, target in copies]
-        slot, index, source, target = to_device([np.array(columns, dtype=np.int32).T], self.device)[0]
+        moves = [(seqs[i].slot, len(seqs[i].block_table) - 1, source, target) for i, source, target in copies]
+        slot, index, source, target = to_device([np.array(moves, dtype=np.int32).T], self.device)[0]
         self.slots.block_tables[slot, index] = target
         for layer in self._attention_layers():
             for cache in (layer.k_cache, layer.v_cache):
