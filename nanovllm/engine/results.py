@@ -36,7 +36,7 @@ class PendingIds:
         if self.event is not None:
             self.event.synchronize()
         in_batch = np.empty(len(self.ids), dtype=np.int64)
-        in_batch[self.order] = self.ids
+        in_batch[self.order] = self.ids.numpy()
         return in_batch.tolist()
 
     def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
