@@ -69,12 +69,8 @@ def scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]
 
 def early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
     """(row, stop id) of the sequences that have not reached `min_tokens`."""
-    return [
-        (row, stop_id)
-        for row, seq in enumerate(seqs)
-        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
-        for stop_id in seq.stop_ids
-    ]
+    early = [(i, seq) for i, seq in enumerate(seqs) if seq.num_completion_tokens + seq.num_pending < seq.min_tokens]
+    return [(row, stop_id) for row, seq in early for stop_id in seq.stop_ids]
 
 
 def most_asked(owners: list[Owner]) -> int:
