@@ -4,8 +4,8 @@ Paging: the K/V of a sequence lie in blocks of equally many tokens, anywhere in 
 them in order. So it grows a block at a time, and only its last block has unused room.
 
 Hashing: a full block is addressed by a hash of its ids and of the block before it, so that a prompt finds the blocks of
-its prefix. A hit also compares the ids and the identity of the parent's content: a hash collision is a miss, never a
-wrong hit. Freed blocks keep their content until they are reused, least recently used first.
+its prefix. A hit also compares the ids and the identity of the parent's content: a hash collision never makes a wrong
+hit. Freed blocks keep their content until they are reused, least recently used first.
 
 Invariant: a block is free exactly when no block table holds it, and content that can be found never changes: only full
 blocks are registered, and a sequence writes behind them.
@@ -23,12 +23,13 @@ from nanovllm.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class Block:
-    """One physical block. `content_id` names the exact prefix it ends (0: no hashed content)."""
+    """One physical block. `content_id` names the exact prefix it ends (0: no hashed content).
+
+    key: chained hash, ids and the parent's `content_id`.
+    """
 
     ref_count: int = 0
-    hash: int = 0
-    ids: bytes = b""
-    parent_id: int = 0
+    key: tuple[int, bytes, int] = (0, b"", 0)
     content_id: int = 0
 
 
@@ -44,7 +45,7 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block() for _ in range(num_blocks)]
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.cached: dict[int, int] = {}  # chained hash -> the block that holds this content
+        self.cached: dict[tuple[int, bytes, int], int] = {}  # key -> the block that holds this content
         self.content_ids = count(1)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
@@ -55,7 +56,7 @@ class BlockManager:
         found: list[int] = []
         parent_id = 0
         for digest, ids in seq.block_hashes[: (seq.num_tokens - 1) // self.block_size]:
-            if (block_id := self._lookup(digest, ids, parent_id)) is None:
+            if (block_id := self.cached.get((digest, ids, parent_id))) is None:
                 break
             found.append(block_id)
             parent_id = self.blocks[block_id].content_id
@@ -69,26 +70,23 @@ class BlockManager:
     def allocate(self, seq: Sequence, prefix: list[int]) -> None:
         """Give `seq` the shared blocks of `prefix` and fresh ones for all of its tokens."""
         for block_id in prefix:
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                del self.free[block_id]
-            block.ref_count += 1
+            self.free.pop(block_id, None)
+            self.blocks[block_id].ref_count += 1
         seq.block_table = list(prefix)
         seq.num_registered_blocks = len(prefix)
         seq.num_cached_tokens = len(prefix) * self.block_size
         for _ in range(-(-seq.num_tokens // self.block_size) - len(prefix)):
             self.append_block(seq)
 
-    def append_block(self, seq: Sequence) -> int:
+    def append_block(self, seq: Sequence) -> None:
         """Add the least recently used free block to the table of `seq`; `KeyError` if none is free."""
         block_id, _ = self.free.popitem(last=False)
         block = self.blocks[block_id]
-        if self.cached.get(block.hash) == block_id:
-            del self.cached[block.hash]
+        if self.cached.get(block.key) == block_id:
+            del self.cached[block.key]
         block.content_id = 0
         block.ref_count = 1
         seq.block_table.append(block_id)
-        return block_id
 
     def register(self, seq: Sequence, num_tokens: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
@@ -101,16 +99,11 @@ class BlockManager:
             return
         self._hash_blocks(seq)
         for i in range(seq.num_registered_blocks, full):
-            digest, ids = seq.block_hashes[i]
-            block_id = seq.block_table[i]
-            block = self.blocks[block_id]
-            block.hash, block.ids = digest, ids
-            block.parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else 0
-            if (twin := self._lookup(digest, ids, block.parent_id)) is not None:
-                block.content_id = self.blocks[twin].content_id
-            else:
-                block.content_id = next(self.content_ids)
-                self.cached[digest] = block_id
+            block = self.blocks[seq.block_table[i]]
+            parent_id = self.blocks[seq.block_table[i - 1]].content_id if i else 0
+            block.key = (*seq.block_hashes[i], parent_id)
+            first = self.cached.setdefault(block.key, seq.block_table[i])  # this block, or one of the same content
+            block.content_id = self.blocks[first].content_id or next(self.content_ids)
         seq.num_registered_blocks = full
 
     def release(self, seq: Sequence) -> None:
@@ -120,17 +113,9 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self.free[block_id] = None
-                if not block.content_id:
-                    self.free.move_to_end(block_id, last=False)
+                self.free.move_to_end(block_id, last=bool(block.content_id))
         seq.block_table = []
-        seq.num_registered_blocks = 0
-        seq.num_cached_tokens = 0
-
-    def _lookup(self, digest: int, ids: bytes, parent_id: int) -> int | None:
-        if (block_id := self.cached.get(digest)) is None:
-            return None
-        block = self.blocks[block_id]
-        return block_id if block.ids == ids and block.parent_id == parent_id else None
+        seq.num_registered_blocks = seq.num_cached_tokens = 0
 
     def _hash_blocks(self, seq: Sequence) -> None:
         """Extend `seq.block_hashes` to all full blocks: xxh64(parent hash ‖ ids)."""

@@ -9,6 +9,7 @@ logits. Invariant: rows without controls keep the ids that they have, and every 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.slots import Slots
@@ -41,9 +42,8 @@ def _plan_rows(index: list[int], seqs: list[Sequence]) -> tuple[tuple[bool, ...]
     added = [(r, i, np.clip(v, -1e30, 1e30)) for r, p in enumerate(params) for i, v in (p.logit_bias or {}).items()]
     added += [(r, word[0], -np.inf) for r, s in enumerate(mine) for word in s.bad_words if len(word) == 1]
     added += [(r, word[-1], -np.inf) for r, word in words]
-    prefixes = np.full((len(words), max([len(word) - 1 for _, word in words], default=0)), -1)
-    for prefix, (_, word) in zip(prefixes, words):
-        prefix[len(prefix) - len(word) + 1 :] = word[:-1]
+    longest = max((len(word) for _, word in words), default=1)
+    prefixes = np.reshape([[-1] * (longest - len(word)) + word[:-1] for _, word in words], (len(words), longest - 1))
     ints = [
         index, [s.slot for s in mine], [s.num_prompt_tokens for s in mine], [min(p.top_k, 2**31 - 1) for p in params],
         sorted({r for r, _ in allowed}), np.reshape(allowed, (-1, 2)).T,
@@ -98,7 +98,7 @@ class Controls:
             (ids,) = to_device([np.array(token_ids, dtype=np.int32)], self.history.device)
             self.history[slot, : len(ids)] = ids
 
-    def resample(self, logits: torch.Tensor, ids: torch.Tensor, key_lens: list[int] | None) -> None:
+    def resample(self, logits: Tensor, ids: Tensor, key_lens: list[int] | None) -> None:
         """Replace in `ids` [B], and in the slots, what the batch of the plan samples from `logits` [B, V].
 
         key_lens: tokens of each of its sequences; needed if any has controls.
@@ -136,9 +136,7 @@ class _Rows:
         ) = to_device(arrays, device)  # fmt: skip
         self.penalties = tuple(penalties)
 
-    def change(
-        self, logits: torch.Tensor, history: torch.Tensor, lens: torch.Tensor, temperatures: torch.Tensor
-    ) -> torch.Tensor:
+    def change(self, logits: Tensor, history: Tensor, lens: Tensor, temperatures: Tensor) -> Tensor:
         """logits [R, V] with all the controls of these rows; history [R, >= lens.max()], lens [R]: ids so far."""
         if self.adjusts:
             logits = logits.float()
@@ -160,7 +158,7 @@ class _Rows:
         return logits
 
 
-def ends_with(history: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+def ends_with(history: Tensor, lens: Tensor, rows: Tensor, words: Tensor) -> Tensor:
     """[W] bool: whether row r = rows[w] of history [R, L], cut after lens[r], ends with words[w] ([W, N], -1: any)."""
     position = lens[rows, None] + torch.arange(-words.shape[1], 0, device=words.device)
     ids = history[rows[:, None], position.clamp(min=0)]
@@ -168,8 +166,8 @@ def ends_with(history: torch.Tensor, lens: torch.Tensor, rows: torch.Tensor, wor
 
 
 def penalise(
-    logits: torch.Tensor, history: torch.Tensor, lens: torch.Tensor, num_prompt: torch.Tensor,
-    repetition: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor,
+    logits: Tensor, history: Tensor, lens: Tensor, num_prompt: Tensor, repetition: Tensor, presence: Tensor,
+    frequency: Tensor,
 ) -> None:  # fmt: skip
     """Apply the penalties [R] to logits [R, V] in place; history [R, L] int32 ids of which the first lens [R] count.
 

@@ -232,11 +232,9 @@ class LLMEngine:
 
     def _add(self, requests: list[Sequence]) -> None:
         """Queue requests: only through `_change`."""
-        for request in requests:
-            number = next(self.request_numbers)
+        for request, number in zip(requests, self.request_numbers):
             if request.params.seed is None:
-                key = struct.pack("<qq", self.config.seed, number)
-                request.seed = xxhash.xxh64_intdigest(key)
+                request.seed = xxhash.xxh64_intdigest(struct.pack("<qq", self.config.seed, number))
             key = struct.pack("<Q", request.seed % 2**64)
             self.sequences[request.seq_id] = request
             for i, seq in enumerate(_samples(request)):
@@ -269,10 +267,7 @@ class LLMEngine:
                     entries.append(entry)
             finished += self.scheduler.postprocess(batch_done, ids)
         requests = dict.fromkeys(seq.request for seq in finished)
-        done = [request for request in requests if all(seq.is_finished for seq in request.samples)]
-        for request in done:
-            del self.sequences[request.seq_id]
-        return done
+        return [self.sequences.pop(r.seq_id) for r in requests if all(seq.is_finished for seq in r.samples)]
 
     def _drop_all(self) -> None:
         """Back to an empty engine; what a failed step has written is never taken for a prefix."""
@@ -328,9 +323,8 @@ class LLMEngine:
             return ""
         ids = seq.completion_token_ids
         if isinstance(seq.stop_reason, str):
-            text: str = seq.detokenizer.text
-            end = seq.detokenizer.stop_at
-            return text[: end + len(seq.stop_reason) if params.include_stop_str_in_output else end]
+            end = seq.detokenizer.stop_at + (len(seq.stop_reason) if params.include_stop_str_in_output else 0)
+            return seq.detokenizer.text[:end]
         if seq.finish_reason == "stop" and not params.include_stop_str_in_output:
             ids = ids[:-1]  # the end token or stop id
         return self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)

@@ -77,8 +77,8 @@ class ModelRunner:
         config, hf = self.config, self.config.hf
         self.model = load_model(config, self.parallel, self.dtype, self.device)
         self.sampler = Sampler(self.parallel, self.model.lm_head.start)
-        max_blocks = -(-config.max_model_len // config.kvcache_block_size)
-        self.slots = Slots(config.max_num_seqs, max_blocks, self.device)
+        n, max_blocks = config.max_num_seqs, -(-config.max_model_len // config.kvcache_block_size)
+        self.slots = Slots(n, max_blocks, self.device)
         self.controls = Controls(self.slots, self.parallel, hf.vocab_size, config.max_model_len)
         self.slots_on_device: list[int] = []  # of the last decode batch, in its order
         self.order: list[int] = []  # the batch entry in each of `rows`
@@ -87,18 +87,16 @@ class ModelRunner:
         self.logprob_rows, self.num_logprobs = torch.empty(0, dtype=torch.int32, device=self.device), 0
         self.shared_len = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.reads_shared = False  # whether the sequences in `rows` have `shared_len` keys in common
-        n = config.max_num_seqs
         # as those of a prefill: other types would be other kernels to compile
         self.rows, self.input_ids, self.positions, self.slot_mapping, self.context_lens = (
             torch.zeros(n, dtype=torch.int32, device=self.device) for _ in range(5)
         )
         self.token_ids = torch.zeros(n, dtype=torch.int64, device=self.device)
         self.logits = torch.zeros(n, self.model.lm_head.num_logits, dtype=self.dtype, device=self.device)
-        if self.is_cuda:
-            self.graph_pool = torch.cuda.graph_pool_handle()
         use_graphs = self.is_cuda and self.backend.fits_graphs and not config.enforce_eager
         self.graph_sizes = _graph_sizes(min(n, config.max_num_batched_tokens)) if use_graphs else []
         if self.is_cuda:
+            self.graph_pool = torch.cuda.graph_pool_handle()
             self._allocate_cache(1)
             layers, self.model.layers = self.model.layers, self.model.layers[:2]  # they have the kernels of all
             with compile_ahead(self.device):
@@ -134,14 +132,13 @@ class ModelRunner:
             ids, pieces = self.decode(*self._plan_decode(batch))
             return PendingIds(ids, self.order, self.owners, pieces)
         seqs, n = batch.seqs, batch.num_sampled
+        sampled = seqs[:n]
         owners, scored = scored_rows(seqs)
-        sampled_owners, wanted = sampled_rows(seqs[:n])
+        sampled_owners, wanted = sampled_rows(sampled)
         owners += sampled_owners
-        plan = plan_controls(seqs[:n], prefill=True)
-        ids, pieces = self.prefill(
-            seqs, n, batch.copies, scored, wanted, most_asked(owners), early_stops(seqs[:n]), plan
-        )  # fmt: skip
-        return PendingIds(ids, None, owners, pieces)
+        k, masked, plan = most_asked(owners), early_stops(sampled), plan_controls(sampled, prefill=True)
+        ids, pieces = self.prefill(seqs, n, batch.copies, scored, wanted, k, masked, plan)
+        return PendingIds(ids, slice(None), owners, pieces)
 
     def check(self) -> None:
         """Raise `EngineError` if another rank has failed, so that ids may be rubbish; here there is none."""
@@ -181,12 +178,8 @@ class ModelRunner:
 
     def _copy_blocks(self, seqs: list[Sequence], copies: list[tuple[int, int, int]]) -> None:
         """Give the sequences of `copies` their own last block, a copy of the one that they have read."""
-        entries, sources, targets = zip(*copies)
-        slots = [seqs[i].slot for i in entries]
-        last = [len(seqs[i].block_table) - 1 for i in entries]
-        slot, index, source, target = to_device(
-            [np.array([slots, last, sources, targets], dtype=np.int32)], self.device
-        )[0]
+        moves = [(seqs[i].slot, len(seqs[i].block_table) - 1, source, target) for i, source, target in copies]
+        slot, index, source, target = to_device([np.array(moves, dtype=np.int32).T], self.device)[0]
         self.slots.block_tables[slot, index] = target
         for layer in self._attention_layers():
             for cache in (layer.k_cache, layer.v_cache):
@@ -300,11 +293,10 @@ class ModelRunner:
         config = self.config
         if config.num_kvcache_blocks > 0:
             return config.num_kvcache_blocks
-        layers = list(self._attention_layers())
-        token_bytes = 2 * len(layers) * layers[0].num_kv_heads * layers[0].head_dim * self.dtype.itemsize
+        token_bytes = 2 * self.dtype.itemsize * sum(m.num_kv_heads * m.head_dim for m in self._attention_layers())
         block_bytes = token_bytes * config.kvcache_block_size
         if not self.is_cuda:
-            longest = -(-config.max_model_len // config.kvcache_block_size)
+            longest = self.slots.block_tables.shape[1]
             most = min(free_host_bytes() // 4, MAX_CPU_CACHE_BYTES)
             return max(1, min(most // block_bytes, config.max_num_seqs * longest))
         free = self._free_device_bytes()

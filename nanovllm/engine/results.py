@@ -8,6 +8,7 @@ which their owners are listed.
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence
@@ -21,28 +22,22 @@ Pieces = list[tuple[torch.Tensor, ...]]
 class PendingIds:
     """The sampled ids of a launched step, and log-probabilities where asked for; `tolist` waits for them.
 
-    order: the batch entry that each of `ids` belongs to, if not their own.
+    order: the batch entry that each of `ids` belongs to.
     owners: of the rows of all `pieces`, one after another.
     """
 
-    def __init__(self, ids: torch.Tensor, order: list[int] | None, owners: list[Owner], pieces: Pieces) -> None:
-        self.event, self.order, self.owners = None, order, owners
+    def __init__(self, ids: torch.Tensor, order: list[int] | slice, owners: list[Owner], pieces: Pieces) -> None:
+        self.order, self.owners = order, owners
         self.ids = _to_host(ids)
         self.pieces = [[_to_host(x) for x in piece] for piece in pieces]
-        if ids.is_cuda:
-            self.event = torch.cuda.Event()
-            self.event.record()
+        self.event = torch.cuda.current_stream().record_event() if ids.is_cuda else None
 
     def tolist(self) -> list[int]:
         if self.event is not None:
             self.event.synchronize()
-        ids = self.ids.tolist()
-        if self.order is None:
-            return ids
-        in_batch = [0] * len(ids)
-        for i, token_id in zip(self.order, ids):
-            in_batch[i] = token_id
-        return in_batch
+        in_batch = np.empty(len(self.ids), dtype=np.int64)
+        in_batch[self.order] = self.ids.numpy()
+        return in_batch.tolist()
 
     def logprobs(self) -> Iterator[tuple[Sequence, list[Any], dict[int, float]]]:
         """After `tolist`: a sequence, which of its lists, and the next entry of that, the best ids first."""
@@ -74,12 +69,8 @@ def scored_rows(seqs: list[Sequence]) -> tuple[list[Owner], list[tuple[int, int]
 
 def early_stops(seqs: list[Sequence]) -> list[tuple[int, int]]:
     """(row, stop id) of the sequences that have not reached `min_tokens`."""
-    return [
-        (row, stop_id)
-        for row, seq in enumerate(seqs)
-        if seq.num_completion_tokens + seq.num_pending < seq.min_tokens
-        for stop_id in seq.stop_ids
-    ]
+    early = [(i, seq) for i, seq in enumerate(seqs) if seq.num_completion_tokens + seq.num_pending < seq.min_tokens]
+    return [(row, stop_id) for row, seq in early for stop_id in seq.stop_ids]
 
 
 def most_asked(owners: list[Owner]) -> int:

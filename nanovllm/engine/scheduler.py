@@ -57,12 +57,9 @@ class Batch:
 
 class Scheduler:
     def __init__(self, config: Config, num_blocks: int, eos_ids: Iterable[int] = ()) -> None:
-        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.config, self.num_blocks, self.block_size = config, num_blocks, config.kvcache_block_size
         # a decode step has a token of every running sequence, and that limit holds for it as well
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.max_model_len = config.max_model_len
-        self.block_size = config.kvcache_block_size
-        self.num_blocks, self.enable_prefix_caching = num_blocks, config.enable_prefix_caching
         self.eos_ids = frozenset(eos_ids)
         self.reset()
         # Counters since start, for `stats`.
@@ -76,15 +73,14 @@ class Scheduler:
             if not seq.is_finished:
                 seq.status, seq.finish_reason = SequenceStatus.FINISHED, "abort"
             seq.block_table, seq.slot = [], -1
-        self.block_manager = BlockManager(self.num_blocks, self.block_size, self.enable_prefix_caching)
+        self.block_manager = BlockManager(self.num_blocks, self.block_size, self.config.enable_prefix_caching)
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()
         self.arrived: list[Sequence] = []  # since the last step was scheduled
         self.running: dict[int, Sequence] = {}
         self.free_slots = list(range(self.max_num_seqs - 1, -1, -1))
         # Admission: `full` once a prompt did not fit, until one that left makes another try worthwhile.
         self.full = False
-        self.num_left = 0
-        self.admission_delay = 0
+        self.num_left = self.admission_delay = 0
         self.num_prefills = 0  # since the last decode
         self.reserved_blocks = 0  # what the running sequences hold at their longest, nothing shared
 
@@ -93,15 +89,15 @@ class Scheduler:
 
     def check(self, seq: Sequence) -> None:
         """`ValueError` if `seq` could never run, however empty the engine is."""
-        capacity = self.num_blocks * self.block_size
-        limit = min(self.max_model_len - 1, capacity)
+        capacity, max_model_len = self.num_blocks * self.block_size, self.config.max_model_len
+        limit = min(max_model_len - 1, capacity)
         if seq.num_tokens > limit:
             raise ValueError(
-                f"prompt of {seq.num_tokens} tokens: must be at most {limit} (max_model_len={self.max_model_len} "
+                f"prompt of {seq.num_tokens} tokens: must be at most {limit} (max_model_len={max_model_len} "
                 f"bounds prompt and completion together; the KV cache holds {capacity} tokens)"
             )
         # It may outgrow the limits later and ends there; the K/V of the last sampled token are never needed.
-        seq.max_num_tokens = min(seq.max_num_tokens, self.max_model_len, capacity + 1)
+        seq.max_num_tokens = min(seq.max_num_tokens, max_model_len, capacity + 1)
 
     def add(self, seq: Sequence) -> None:
         """Queue a request that `check` has passed."""
@@ -121,9 +117,8 @@ class Scheduler:
             if seq.seq_id in self.waiting:
                 self.waiting.move_to_end(seq.seq_id)
         self.arrived.clear()
-        batch = None
-        if self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running:
-            batch = self._schedule_prefill()
+        may_prefill = self.num_prefills < MAX_PREFILLS_IN_A_ROW or not self.running
+        batch = self._schedule_prefill() if may_prefill else None
         self.num_prefills = self.num_prefills + 1 if batch else 0
         return batch or self._schedule_decode()
 
@@ -169,7 +164,7 @@ class Scheduler:
         if not self.waiting or not self._admission_is_due():
             return None
         self.full, self.num_left, self.admission_delay = False, 0, 0
-        budget = self.max_num_batched_tokens
+        budget = self.config.max_num_batched_tokens
         batch = Batch([], True, 0)
         while self.waiting and budget:
             seq = next(iter(self.waiting.values()))
@@ -285,8 +280,8 @@ class Scheduler:
             self._preempt(victim)
             if victim is seq:
                 return False
-        block_id = self.block_manager.append_block(seq)
-        batch.new_blocks.append((seq.slot, len(seq.block_table) - 1, block_id))
+        self.block_manager.append_block(seq)
+        batch.new_blocks.append((seq.slot, len(seq.block_table) - 1, seq.block_table[-1]))
         return True
 
     def _preempt(self, seq: Sequence) -> None:

@@ -43,36 +43,32 @@ class Slots:
         Returns the ids to compute, their context, and of the first n where their last token is among these ids.
         copies: (entry, block, _): this entry reads its last block from another sequence's, and stores nothing.
         """
-        starts = [seq.num_cached_tokens for seq in seqs]
         query_lens = [seq.num_scheduled_tokens for seq in seqs]
-        key_lens = [start + length for start, length in zip(starts, query_lens)]
-        positions = [np.arange(start, end, dtype=np.int32) for start, end in zip(starts, key_lens)]
-        tables = [np.array(seq.block_table, dtype=np.int32) for seq in seqs]
-        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, positions)]
+        key_lens = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
+        ranges = [np.arange(seq.num_cached_tokens, end, dtype=np.int32) for seq, end in zip(seqs, key_lens)]
+        tables = np.zeros((len(seqs), max(len(seq.block_table) for seq in seqs)), dtype=np.int32)
+        for table, seq in zip(tables, seqs):
+            table[: len(seq.block_table)] = seq.block_table
+        stores = [t[p // block_size] * block_size + p % block_size for t, p in zip(tables, ranges)]
         for i, source, _ in copies:
-            stores[i][:], tables[i][-1] = -1, source
-        padded_tables = np.zeros((len(seqs), max(map(len, tables))), dtype=np.int32)
-        for padded, table in zip(padded_tables, tables):
-            padded[: len(table)] = table
+            stores[i][:], tables[i, len(seqs[i].block_table) - 1] = -1, source
         cu_seqlens = np.array([0, *accumulate(query_lens)], dtype=np.int32)
-        seeds, ids, position_ids, slot_mapping, rows, lens, cu_seqlens_q, last, temperatures, block_tables = to_device(
+        seeds, ids, positions, slot_mapping, rows, lens, starts, last, temperatures, block_tables = to_device(
             [
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
                 np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
-                np.concatenate(positions),
+                np.concatenate(ranges),
                 np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),
                 np.array(key_lens, dtype=np.int32),
                 cu_seqlens,
                 cu_seqlens[1 : n + 1] - 1,
                 np.array([seq.temperature for seq in seqs], dtype=np.float32),
-                padded_tables,
+                tables,
             ],
             self.seeds.device,
         )
         self.block_tables[rows, : block_tables.shape[1]] = block_tables
         self.context_lens[rows], self.temperatures[rows], self.seeds[rows] = lens, temperatures, seeds
-        context = Context(
-            True, position_ids, slot_mapping, self.block_tables, rows, lens, cu_seqlens_q, query_lens, key_lens
-        )
+        context = Context(True, positions, slot_mapping, self.block_tables, rows, lens, starts, query_lens, key_lens)
         return ids, context, last

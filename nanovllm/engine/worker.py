@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from tempfile import mkdtemp
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 from weakref import finalize
 
@@ -50,7 +50,7 @@ class LeadRunner(ModelRunner):
         device = pick_device(config.device)
         if reason := _obstacle(config, device):
             raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be {reason}")
-        self.ranks = Ranks()
+        self.ranks = Ranks(config.tensor_parallel_size)
         self._end = finalize(self, _end, vars(self), self.ranks)  # by itself if nobody calls `exit`
         with self._guard():
             super().__init__(config, self.ranks.start(config, device))
@@ -104,10 +104,10 @@ class Ranks:
     failed: set as soon as one of them has ended by itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
         self.failed = self.closed = False
         self.folder = mkdtemp(prefix="nanovllm-")
-        self.parallel = Parallel()
+        self.parallel = Parallel(0, size)
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.reports: list[tuple[float, type[EngineError], str]] = []
         self.pipes: list[Connection] = []
@@ -126,22 +126,20 @@ class Ranks:
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
-        self.parallel = Parallel(0, size)
-        results: list[Exception | None] = []
+        errors: list[Exception] = []
 
         def connect() -> None:
             try:
                 self.parallel.connect(device, self.folder)
-                results.append(None)
             except Exception as error:
-                results.append(error)
+                errors.append(error)
 
-        threading.Thread(target=connect, daemon=True).start()  # a rank that dies may leave it waiting
-        while not results and all(process.is_alive() for process in self.processes):
-            sleep(0.01)
-        result = results[0] if results else RuntimeError("a rank has ended")
-        if result:
-            raise result
+        thread = threading.Thread(target=connect, daemon=True)  # a rank that dies may leave it waiting
+        thread.start()
+        while thread.is_alive() and all(process.is_alive() for process in self.processes):
+            thread.join(0.01)
+        if errors or thread.is_alive():
+            raise errors[0] if errors else RuntimeError("a rank has ended")
         self.watcher.start()
         return self.parallel
 
@@ -155,12 +153,11 @@ class Ranks:
         """Until all have sent `word`; `RuntimeError` or `EOFError` if one has failed."""
         waiting: list[Any] = list(self.pipes)
         while waiting:
-            pipe: Any
-            for pipe in wait(waiting):
-                if (message := pipe.recv()) != word:
-                    self.reports.append(message)
-                    raise RuntimeError("a rank has failed")
-                waiting.remove(pipe)
+            pipe: Any = wait(waiting)[0]
+            if (message := pipe.recv()) != word:
+                self.reports.append(message)
+                raise RuntimeError("a rank has failed")
+            waiting.remove(pipe)
 
     def _watch(self) -> None:
         """The end of a process ends what rank 0 waits for on its GPU."""
@@ -246,14 +243,12 @@ def _delayed_interrupts() -> Iterator[None]:
         handler(*caught[0])
 
 
-def serve(
-    rank: int, config: Config, lead_device: torch.device, folder: str, num_threads: int, pipe: Connection
-) -> None:
+def serve(rank: int, config: Config, lead_device: torch.device, folder: str, threads: int, pipe: Connection) -> None:
     """The life of a rank above 0, in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
     threading.Thread(target=_leave_with_parent, args=(folder,), daemon=True).start()
     try:
-        torch.set_num_threads(num_threads)
+        torch.set_num_threads(threads)
         if lead_device.type == "cuda":
             torch.cuda.set_device((lead_device.index + rank) % torch.cuda.device_count())
         device = pick_device(lead_device.type)
@@ -276,9 +271,8 @@ def serve(
 
 
 def _leave_with_parent(folder: str) -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     _die(folder)
 
 
