@@ -542,22 +542,16 @@ def test_different_seeds_give_different_tokens(small: LLM) -> None:
     assert len({ids[0] for ids in outputs}) > 3
 
 
-def test_what_may_take_longest_starts_first_with_the_seeds_of_the_order_given(
-    small_model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_may_take_longest_starts_first_with_the_seeds_of_the_order_given(small_model: str) -> None:
     prompts, lengths = random_prompts(5), [3, 9, 5, 9, None]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
+    with engine(small_model, max_model_len=128, max_num_seqs=1) as llm:
+        added = [llm.sequences[llm.add_request(ids, p)] for ids, p in zip(prompts, params)]
+        ended = [output["prompt_token_ids"] for _ in iter(llm.is_finished, True) for output in llm.step()]
+    assert ended == [prompts[i] for i in (4, 1, 3, 2, 0)]
     with engine(small_model, max_model_len=128) as llm:
-        expected = [(tuple(ids), llm.sequences[llm.add_request(ids, p)].seed) for ids, p in zip(prompts, params)]
-    with engine(small_model, max_model_len=128) as llm:
-        added = []
-        add = llm.scheduler.add
-        monkeypatch.setattr(llm.scheduler, "add", lambda seq: (added.append(seq), add(seq)))
-        found = [(tuple(seq.token_ids), seq.seed) for _ in [run(llm, prompts, params)] for seq in added]
-    assert [ids[: len(prompts[i])] for i, (ids, _) in zip((4, 1, 3, 2, 0), found)] == [
-        tuple(prompts[i]) for i in (4, 1, 3, 2, 0)
-    ]
-    assert [seed for _, seed in found] == [expected[i][1] for i in (4, 1, 3, 2, 0)]
+        outputs = run(llm, prompts, params)
+    assert [output["token_ids"] for output in outputs] == [seq.completion_token_ids for seq in added]
 
 
 def test_requests_without_a_seed_differ_and_a_new_engine_repeats_them(small_model: str) -> None:

@@ -267,10 +267,9 @@ class Engine:
         assert scheduler.num_generated_tokens == generated
         came = [self.arrivals[seq_id] for seq_id in self.started]
         assert came == sorted(came), "overtaken by a later one"
-        by_id = {seq.seq_id: seq for seq in self.seqs}
+        most = {seq.seq_id: seq.max_num_tokens - seq.num_prompt_tokens for seq in self.seqs}
         for _, together in groupby(self.started, self.arrivals.__getitem__):
-            foreseen = [seq for seq_id in together if not (seq := by_id[seq_id]).stop_ids]
-            lengths = [seq.max_num_tokens - seq.num_prompt_tokens for seq in foreseen]
+            lengths = [most[seq_id] for seq_id in together]
             assert lengths == sorted(lengths, reverse=True), "a longer one came with a shorter one and started later"
         # every admission yields a token before its sequence can be preempted: nothing can starve
         assert scheduler.num_preemptions <= generated + len(self.seqs)

@@ -240,9 +240,6 @@ class LLMEngine:
             for i, seq in enumerate(_samples(request)):
                 seq.seed = xxhash.xxh64_intdigest(key, seed=i) if i else request.seed
                 seq.seed = (seq.seed + 2**63) % 2**64 - 2**63  # the device holds it as int64
-        # what may take longest starts first: the batch stays full until the end
-        for request in sorted(requests, key=lambda seq: seq.num_prompt_tokens - seq.max_num_tokens):
-            for seq in _samples(request):
                 self.scheduler.add(seq)
 
     def _step(self) -> list[Sequence]:

@@ -7,8 +7,8 @@ pool that fills only to preempt at the next step is slower than a shorter queue 
 empty after all, the youngest is preempted: it keeps its ids, gives its blocks back, waits first in line and is computed
 again.
 
-Requests wait in the order in which they came, but of those that came between two steps the longest completions are
-first: otherwise a long job ends with few of them running, at a fraction of the speed.
+Requests wait in the order in which they came, but of those that came between two steps what may take longest is first:
+otherwise a long job ends with few sequences running, at a fraction of the speed.
 
 With overlap a step is scheduled while the one before still runs. What it assumes is only that no sequence of that step
 stops early; `advance` books what is certain at launch, `postprocess` what is known when the ids arrive.
@@ -113,7 +113,7 @@ class Scheduler:
 
     def schedule(self) -> Batch | None:
         """What to run next, or `None` if nothing can run before a step in flight has ended."""
-        for seq in sorted(self.arrived, key=lambda seq: seq.num_tokens - self._expected_num_tokens(seq)):
+        for seq in sorted(self.arrived, key=lambda seq: seq.num_tokens - seq.max_num_tokens):
             if seq.seq_id in self.waiting:
                 self.waiting.move_to_end(seq.seq_id)
         self.arrived.clear()
