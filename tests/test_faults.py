@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -447,6 +449,28 @@ def test_an_engine_works_in_another_thread_than_its_creators() -> None:
         other = in_thread(engine)
         assert run(other, FAMILY)[0]["token_ids"] == expected
         other.exit()
+
+
+def test_engines_are_built_one_at_a_time_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    load, building, most = model_runner.load_model, [], []
+
+    def slow_load(*args: Any) -> Any:
+        building.append(args)
+        most.append(len(building))
+        time.sleep(0.2)
+        model = load(*args)
+        building.pop()
+        return model
+
+    with engine() as llm, ThreadPoolExecutor(3) as pool:
+        expected = run(llm, FAMILY)[0]["token_ids"]
+        monkeypatch.setattr(model_runner, "load_model", slow_load)
+        engines = [pool.submit(engine) for _ in range(3)]
+        assert run(llm, FAMILY)[0]["token_ids"] == expected and not all(other.done() for other in engines)
+        assert [run(other.result(), FAMILY)[0]["token_ids"] for other in engines] == [expected] * 3
+        for other in engines:
+            other.result().exit()
+    assert most == [1, 1, 1]
 
 
 def test_a_second_thread_gets_a_clear_error_and_the_first_its_answers() -> None:

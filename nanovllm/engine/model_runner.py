@@ -32,7 +32,7 @@ from nanovllm.layers.attention_backend import make_backend
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import load_model
 from nanovllm.utils.context import Context
-from nanovllm.utils.device import free_host_bytes, graph_stream, pick_device, pick_dtype, warn_if_slow, zeros
+from nanovllm.utils.device import exclusive, free_host_bytes, graph_stream, pick_device, pick_dtype, warn_if_slow, zeros
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
@@ -62,7 +62,8 @@ class ModelRunner:
         if not self.parallel.rank:
             warn_if_slow(config, self.device, self.backend.fits_graphs)
         try:
-            self._build()
+            with exclusive:
+                self._build()
         except (RuntimeError, MemoryError) as error:
             of_device = isinstance(error, (torch.OutOfMemoryError, MemoryError))
             if not of_device and "can't allocate memory" not in str(error):  # what torch says of a CPU
@@ -120,8 +121,9 @@ class ModelRunner:
             layer.k_cache = layer.v_cache = torch.empty(0)
         del self.model, self.slots, self.controls
         if self.is_cuda:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+            with exclusive:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
 
     # One step
 
@@ -372,16 +374,17 @@ class ModelRunner:
     def _capture(self, size: int, reads_shared: bool = False) -> None:
         """Capture the decode step of `size` sequences; all graphs take their memory from one pool."""
         self.reads_shared = reads_shared
-        self._decode_padding(size)
-        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with graph_stream(self.device):
-            # other threads, as NCCL's own, may go on calling CUDA
-            graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
-            try:
-                self._decode_step(size)
-            finally:
-                graph.capture_end()
+        with exclusive:
+            self._decode_padding(size)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(graph_stream(self.device)):
+                # other threads, as NCCL's own, may go on calling CUDA
+                graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
+                try:
+                    self._decode_step(size)
+                finally:
+                    graph.capture_end()
         self.graphs[size, reads_shared] = graph
 
 

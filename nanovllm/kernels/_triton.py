@@ -135,7 +135,8 @@ def next_power_of_2(n: int) -> int:
 
 @contextmanager
 def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Within it, kernels that are called get compiled in parallel and do not run: a rehearsal of what will run.
+    """Within it, kernels that this thread calls get compiled in parallel and do not run: a rehearsal of what will run.
+    One thread at a time.
 
     Saves seconds at the first start on a machine. Triton versions without asynchronous compilation run the kernels.
     """
@@ -169,6 +170,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
                 yield
         finally:
             JITFunction.run = run
+            active_mode.set(None)  # an error leaves it set in Triton 3.6
 
 
 NUM_COUNTERS = 1 << 16

@@ -7,8 +7,6 @@ import functools
 import os
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -49,22 +47,15 @@ def pick_dtype(config: Config, device: torch.device) -> torch.dtype:
     return getattr(torch, default if config.dtype == "auto" else config.dtype)
 
 
-_capturing = threading.Lock()
+# Held while an engine is built, captures or frees its memory: a capture fails if another thread waits for the device,
+# and only one thread at a time can compile ahead.
+exclusive = threading.RLock()
 
 
 @functools.lru_cache
-def _graph_stream(device: torch.device) -> torch.cuda.Stream:
+def graph_stream(device: torch.device) -> torch.cuda.Stream:
+    """For captures, one for all engines of the process: cuBLAS keeps 32 MiB for each that it was ever called on."""
     return torch.cuda.Stream(device)
-
-
-@contextmanager
-def graph_stream(device: torch.device) -> Iterator[None]:
-    """Within it, work goes to the stream for captures, which all engines of the process share, one thread at a time.
-
-    cuBLAS keeps 32 MiB for each stream that it was ever called on, and graphs share memory only within one stream.
-    """
-    with _capturing, torch.cuda.stream(_graph_stream(device)):
-        yield
 
 
 def free_host_bytes() -> int:
