@@ -114,7 +114,7 @@ class Config:
     device: Annotated[str, one_of("auto", "cuda", "cpu")] = "auto"
     dtype: Annotated[str, one_of("auto", *DTYPES)] = "auto"
     max_model_len: Annotated[int, _SIZE] = 4096
-    max_num_seqs: Annotated[int, integer(1, 65535)] = 512
+    max_num_seqs: Annotated[int, integer(1, 65535)] = 512  # a grid of CUDA has no more rows
     max_num_batched_tokens: Annotated[int, _SIZE] = 16384
     gpu_memory_utilization: Annotated[float, real("a number in (0, 1]", lambda share: 0 < share <= 1)] = 0.9
     kvcache_block_size: Annotated[int, _BLOCK_SIZE] = 256

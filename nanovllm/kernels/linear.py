@@ -172,8 +172,8 @@ class Tile(NamedTuple):
     splits: int
     warps: int
     stages: int
-    ahead: int = 0
-    early: bool = False
+    ahead: int
+    early: bool
 
 
 def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
@@ -221,12 +221,11 @@ def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bo
 
 
 def _few_rows(
-    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None,
-    tile: Tile | None = None,
+    x: Tensor, squares: Tensor | None, eps: float, weight: Tensor, out: Tensor, silu: bool, add: bool | None
 ) -> Tensor:  # fmt: skip
     """As `_one_row`; returns the sums of squares of the parts of each row of `out` [N, parts], if `add` is given."""
     (m, k), n = x.shape, out.shape[1]
-    tile = tile or few_rows_tile(m, n, k, silu, add is not None, x.element_size(), x.device)
+    tile = few_rows_tile(m, n, k, silu, add is not None, x.element_size(), x.device)
     across, down = n // tile.columns, -(-m // tile.rows)
     parts = squares.shape[1] if squares is not None else 1
     partial, new_squares = (

@@ -60,8 +60,8 @@ class TorchBackend(AttentionBackend):
         for queries, index in zip(q.split(context.query_lens), context.gather):
             earlier = len(index) - len(queries)  # keys of tokens before those of this step
             mask = q.new_ones(len(queries), len(index), dtype=torch.bool).tril(earlier) if earlier else None
-            q, k, v = (x.transpose(0, 1)[None] for x in (queries, keys[index], values[index]))
-            out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not earlier, scale=scale, enable_gqa=True)
+            q_i, k, v = (x.transpose(0, 1)[None] for x in (queries, keys[index], values[index]))
+            out = F.scaled_dot_product_attention(q_i, k, v, mask, is_causal=not earlier, scale=scale, enable_gqa=True)
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
