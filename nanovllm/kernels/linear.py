@@ -178,10 +178,10 @@ class Tile(NamedTuple):
 
 def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
     """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit. Found by
-    descent along each field, measured in the step of 0.6B at 4, 16 and 64 rows and of 8B at 16 and 64."""
+    descent along each field, measured in the step of 0.6B at 4, 16, 64, 96 to 256 rows and of 8B at 16 and 64."""
     few = m <= 16
     rows = 16 if few else 64
-    wide = m > 128 or (add and n > 2048) or (few and not silu and n > 4096)
+    wide = m > _MOST_ROWS or (add and n > 2048) or (few and not silu and n > 4096)
     columns = _BLOCK_N * (2 if wide else 1)
     splits, tiles, enough = 1, -(-m // rows) * (n // columns), 128 if m <= _MOST_ROWS else 96
     while not (silu or (few and k <= 2048 and n <= _NARROW)) and (tiles * splits < enough or k > 2048 * splits):
@@ -202,7 +202,8 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
         wanted = 5 if not few else 7 if add else 4
     stage = itemsize * _BLOCK_K * (rows + read)
     stages = min(wanted, shared_memory(device) // stage, (length - ahead) // _BLOCK_K + 1)
-    warps, early = (8 if few and programs <= 64 else 4), few and (silu or splits > 1)
+    warps = 8 if (few and programs <= 64) or _MOST_ROWS < m <= 128 else 4
+    early = m > _MOST_ROWS or (few and (silu or splits > 1))
     return Tile(rows, columns, _BLOCK_K, splits, warps, stages, ahead, early)
 
 
@@ -212,11 +213,12 @@ def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bo
     block_k = next_power_of_2(k)
     wide = block_k * (2 if silu else 1)
     # few programs would not fill the GPU, many that add wait for one another
-    block_n = max((16384 if add is not None and n * k >= 1 << 24 else 8192) // wide, 1)
+    adds, size = add is not None, n * k
+    block_n = max((4096 if adds and size <= 1 << 21 else 16384 if adds and size >= 1 << 24 else 8192) // wide, 1)
     warps = 2 if k <= 2048 else 4 if wide <= 8192 else 8
     _one_row_kernel[(-(-n // block_n),)](
         x, weight, out, out, n, eps or 0.0, int(bool(add)), K=k, BLOCK_N=block_n, BLOCK_K=block_k,
-        NORM=eps is not None, SILU=silu, ADD=add is not None, num_warps=warps, **pdl(x.device),
+        NORM=eps is not None, SILU=silu, ADD=adds, num_warps=warps, **pdl(x.device),
     )  # fmt: skip
 
 
