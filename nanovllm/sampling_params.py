@@ -4,7 +4,7 @@ It must not know of models: what needs a vocabulary or a tokenizer is checked wh
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from nanovllm.utils.checks import Rule, check, fail, integer, is_finite, is_integer, is_list, real, reject_unknown
@@ -94,7 +94,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __new__(cls, *args: object, **given: object) -> "SamplingParams":
-        reject_unknown("SamplingParams", given, [f.name for f in fields(cls)])
+        reject_unknown("SamplingParams", given, cls.__match_args__)
         return object.__new__(cls)  # `super()` knows the class from before its slots
 
     def __post_init__(self) -> None:

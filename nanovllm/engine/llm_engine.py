@@ -199,7 +199,7 @@ class LLMEngine:
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
         vocab_size = self.config.hf.vocab_size
-        _check_ids("prompt", prompt, vocab_size)
+        token_ids = _check_ids("prompt", prompt, vocab_size)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             _check_ids(name, getattr(params, name) or (), vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
@@ -208,7 +208,6 @@ class LLMEngine:
         if not prompt:
             raise ValueError("prompt is empty: must hold at least one token")
         params = replace(params)  # the caller may change its own for the next request
-        token_ids = list(map(int, prompt))
         texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
         bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
         stop_ids = frozenset(params.stop_token_ids or ()) | (set() if params.ignore_eos else self.scheduler.eos_ids)
@@ -334,14 +333,16 @@ class LLMEngine:
             return False
 
 
-def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> None:
+def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> Collection[int]:
+    """`ids` as plain integers."""
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return  # fine, at the speed of C; else find the bad one, or integers of another type
+        return ids  # at the speed of C; else find the bad one, or integers of another type
     for token_id in ids:
         if not is_integer(token_id):
             raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} holds token id {token_id}: must be in 0..{vocab_size - 1}")
+    return list(map(int, ids))
 
 
 def _samples(request: Sequence) -> list[Sequence]:

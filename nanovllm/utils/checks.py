@@ -65,7 +65,7 @@ def check(values: Any, prefix: str = "") -> None:
         setattr(values, name, rule.convert(value))
 
 
-def reject_unknown(owner: str, given: Iterable[str], valid: list[str]) -> None:
+def reject_unknown(owner: str, given: Iterable[str], valid: Sequence[str]) -> None:
     """Raise a `TypeError` for the first unknown option in `given`, naming the valid one that it looks like, if any."""
     for name in given:
         if name not in valid:
