@@ -1,9 +1,12 @@
 """Sum over the ranks, residual and sums of squares in one launch: every rank reads the others' parts of the sum.
 
 Each rank has written its part into memory that all can read. A program tells its like on the other ranks that the part
-is there, waits for theirs, and adds up all of them. Invariants: ranks make the same calls in the same order; two calls
-one after the other have different parts, because a rank may still read the first one when another has finished it;
-parts are added in the order of the ranks, so that the sum is the same everywhere.
+is there, waits for theirs, and adds up all of them. Few rows are sent instead, in words that say in which turn they
+were: 2.1 us for 2 KB on two H200s where the question takes 3.9 and NCCL 10.
+
+Invariants: ranks make the same calls in the same order; two calls one after the other have different parts and words,
+because a rank may still read the first ones when another has finished; parts are added in the order of the ranks, so
+that the sum is the same everywhere.
 """
 
 import torch
@@ -57,19 +60,83 @@ def _add_parts_kernel(
     tl.store(turns + program, turn)
 
 
-def add_parts_triton(part: Tensor, residual: Tensor, flags: Tensor, turns: Tensor, deltas: Tensor, rank: int) -> Tensor:
+@triton.jit
+def _halves(pair, like):
+    """Two elements, fp32, of the low 32 bits of integers."""
+    low = (pair & 0xFFFF).to(tl.int16).to(like, bitcast=True)
+    return low.to(tl.float32), ((pair >> 16) & 0xFFFF).to(tl.int16).to(like, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _add_few_parts_kernel(
+    part, residual, squares, words, turns, deltas, H, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (part of a row, row). Here ranks write to each other: a word of 8 bytes arrives as one, so two elements
+    and the turn in each need no flag and no second way over the wire. A negative word is from nobody: see `PeerSums`.
+    part, residual: pairs of elements, int32, H a row. words [ranks, PAIRS]: what each rank has written here."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    program = row * tl.num_programs(0) + chunk
+    cols = chunk * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < H
+    offs = row * H + cols
+    wait_for_inputs(PDL)
+    turn = tl.load(turns + program) + 1
+    now = (turn & 0x3FFFFFFF) | 0x40000000
+    own = tl.load(part + offs, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            theirs = words + tl.load(deltas + rank) // 8 + RANK * PAIRS
+            tl.store(theirs + offs, (now << 32) | own, mask=mask)
+    low, high = _halves(tl.load(residual + offs, mask=mask, other=0), TYPE)
+    for rank in tl.static_range(SIZE):
+        pair = own
+        if rank != RANK:
+            pair = tl.load(words + rank * PAIRS + offs, mask=mask, other=-1, volatile=True)
+            while tl.max(((pair >= 0) & ((pair >> 32) != now)).to(tl.int32), 0) > 0:
+                pair = tl.load(words + rank * PAIRS + offs, mask=mask, other=-1, volatile=True)
+            pair = tl.where(mask, pair, 0)
+        more_low, more_high = _halves(pair, TYPE)
+        low += more_low
+        high += more_high
+    y_low = low.to(TYPE)
+    y_high = high.to(TYPE)
+    bits = y_low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    tl.store(residual + offs, (y_high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | bits, mask=mask)
+    low = y_low.to(tl.float32)
+    high = y_high.to(tl.float32)
+    tl.store(squares + program, tl.sum(low * low + high * high, 0))
+    tl.store(turns + program, turn)
+
+
+def add_parts_triton(
+    part: Tensor, residual: Tensor, flags: Tensor, turns: Tensor, deltas: Tensor, rank: int, words: Tensor
+) -> Tensor:
     """residual [N, H] += the sum of all ranks' `part` [N, H], in place -> sums of squares of parts of rows [N, parts].
 
-    flags [ranks, PROGRAMS] int64, in the same memory as `part`, and turns [PROGRAMS] int64: zero at first.
-    deltas [ranks] int64: bytes from our memory to that of each rank. N is at most PROGRAMS.
+    flags [ranks, PROGRAMS] int64 and words [ranks, pairs] int64, in the same memory as `part`, and turns [PROGRAMS]
+    int64: zero at first. deltas [ranks] int64: bytes from our memory to that of each rank. N is at most PROGRAMS.
     """
     (n, h), ranks = residual.shape, len(deltas)
-    chunks = min(max(256 // n, 1), next_power_of_2(-(-h // 512)))  # small programs: latency is what counts
+    few = part.element_size() == 2 and h % 2 == 0 and part.numel() <= 2 * words.shape[1]
+    chunks = next_power_of_2(-(-h // 512))  # small programs: latency is what counts
+    if not few:  # else a word is of the same program whatever N: an old one never has the turn that it waits for
+        chunks = min(max(256 // n, 1), chunks)
     block = next_power_of_2(-(-h // chunks))
     chunks = -(-h // block)
     squares = torch.empty((n, chunks), dtype=torch.float32, device=residual.device)
+    warps = min(max(block // 256, 1), 8)
+    if few:
+        types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+        _add_few_parts_kernel[(chunks, n)](
+            part.view(torch.int32), residual.view(torch.int32), squares, words, turns, deltas, h // 2,
+            RANK=rank, SIZE=ranks, BLOCK=block // 2, PAIRS=words.shape[1], TYPE=types[part.dtype], num_warps=warps,
+            **pdl(residual.device),
+        )  # fmt: skip
+        return squares
     _add_parts_kernel[(chunks, n)](
         part, residual, squares, flags, turns, deltas, h, RANK=rank, SIZE=ranks, BLOCK=block,
-        ITEMSIZE=part.element_size(), PROGRAMS=PROGRAMS, num_warps=min(max(block // 256, 1), 8), **pdl(residual.device),
+        ITEMSIZE=part.element_size(), PROGRAMS=PROGRAMS, num_warps=warps, **pdl(residual.device),
     )  # fmt: skip
     return squares

@@ -111,19 +111,22 @@ class Parallel:
 class PeerSums:
     """Adds up what the ranks have written into memory that all of them see, by a kernel of ours.
 
-    memory: FLAG_BYTES for flags, then two halves for parts of sums. agree: as for `PeerMemory`.
+    memory: FLAG_BYTES for flags and words, then two halves for parts of sums. agree: as for `PeerMemory`.
     """
 
     def __init__(self, memory: PeerMemory, agree: Callable[[bool], bool]) -> None:
         self.memory, self.rank, self.size, self.half = memory, memory.rank, len(memory.addresses), 0
         bytes_ = memory.tensor()
-        self.flags = bytes_[: self.size * PROGRAMS * 8].view(torch.int64).view(self.size, PROGRAMS)
+        self.head = bytes_[:FLAG_BYTES].view(torch.int64)
+        flags, words = self.head.chunk(2)
+        self.flags = flags[: self.size * PROGRAMS].view(self.size, PROGRAMS)
+        self.words = words[: len(words) // (2 * self.size) * 2 * self.size].view(2, self.size, -1)
         self.parts = bytes_[FLAG_BYTES:].view(2, (len(bytes_) - FLAG_BYTES) // 2)
-        self.flags.zero_()
+        self.head.zero_()
         self.turns = torch.zeros_like(self.flags[0])
         own = memory.addresses[self.rank]
         self.deltas = torch.tensor([address - own for address in memory.addresses], device=bytes_.device)
-        self.answer = torch.full(self.flags.shape, 1 << 62)
+        self.answer = torch.cat((torch.full(flags.shape, 1 << 62), torch.full(words.shape, -1)))
         if self.flags.is_cuda:
             self.answer = self.answer.pin_memory()
         self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_answering, daemon=True)
@@ -141,7 +144,7 @@ class PeerSums:
 
     def add(self, part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """x += the sum of all ranks' `part`, in place; sums of squares of parts of its rows [N, parts], fp32."""
-        return add_parts_triton(part, x, self.flags, self.turns, self.deltas, self.rank)
+        return add_parts_triton(part, x, self.flags, self.turns, self.deltas, self.rank, self.words[self.half])
 
     def answer_for_the_dead(self) -> None:
         """What waits for another rank on our GPU ends, with rubbish."""
@@ -152,7 +155,7 @@ class PeerSums:
     def _answer(self) -> None:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(self.flags.device)):
             # a copy: a kernel might find no room beside those that wait
-            self.flags.copy_(self.answer, non_blocking=True)
+            self.head.copy_(self.answer, non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
     def _keep_answering(self) -> None:
