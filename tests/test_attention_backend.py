@@ -3,13 +3,15 @@
 import sys
 from importlib.machinery import ModuleSpec
 from itertools import accumulate
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.attention_decode import paged_decode_reference
+from nanovllm.engine.model_runner import ModelRunner, _graph_sizes
+from nanovllm.kernels.attention_decode import decode_config, decode_splits, paged_decode_reference
 from nanovllm.kernels.attention_prefill import paged_prefill_reference
 from nanovllm.layers import attention_backend
 from nanovllm.layers.attention_backend import (
@@ -221,3 +223,25 @@ def test_flash_attn_4_gets_large_prefills_only_in_pages_of_its_tile(machine, mon
     assert_same(backend, [20, 1, 39], [300, 7, 40])  # few tokens
     assert_same(backend, [1] * 258, [300, 7, 40] * 86)  # many sequences
     assert calls == [61, 61]
+
+
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (4, 2), (8, 4), (4, 4), (2, 4), (1, 8)])
+def test_a_rehearsal_has_each_decode_kernel_that_a_graph_needs(kv_heads: int, group: int) -> None:
+    """Those of a shared prefix are captured when they are first used: a request would wait for the compiler."""
+
+    def kernel(batch: int, shared: bool) -> tuple[Any, ...]:
+        splits = 1 if shared else decode_splits(batch, kv_heads, 132)
+        return shared, splits > 1, decode_config(batch * kv_heads * splits, group, 128, 2, 132, torch.device("cpu"))
+
+    rehearsed = set()
+    runner: Any = SimpleNamespace(
+        config=SimpleNamespace(max_num_seqs=512, max_model_len=4096, max_num_batched_tokens=8192),
+        backend=TritonBackend(), dtype=torch.bfloat16, controls=SimpleNamespace(rehearse=lambda dtype: None),
+        reads_shared=False, _run_prefill=lambda total, longest: None,
+        _decode_padding=lambda size: rehearsed.add(kernel(size, runner.reads_shared)),
+    )  # fmt: skip
+    ModelRunner._rehearse(runner)
+    for shared in (False, True):
+        sizes = [n for n in _graph_sizes(512) if not shared or runner.backend.reads_shared_prefix(n, 4096)]
+        assert {kernel(n, shared) for n in sizes} <= rehearsed
+    assert not runner.reads_shared

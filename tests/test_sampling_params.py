@@ -2,7 +2,7 @@
 
 import math
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,17 @@ def test_an_unknown_field_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
     assert pickle.loads(pickle.dumps(SamplingParams(top_k=3))) == replace(SamplingParams(), top_k=3)
+
+
+def test_a_subclass_may_add_fields_given_by_name_only() -> None:
+    @dataclass(slots=True, kw_only=True)
+    class Tagged(SamplingParams):
+        tag: str = ""
+
+    tagged = replace(Tagged(0.5, tag="a"), max_tokens=3)
+    assert (tagged.temperature, tagged.max_tokens, tagged.tag) == (0.5, 3, "a")
+    with pytest.raises(TypeError, match="did you mean 'tag'"):
+        Tagged(tags="a")  # type: ignore[call-arg]
 
 
 def test_stop_strings_are_a_list_whatever_was_given() -> None:

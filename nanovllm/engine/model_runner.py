@@ -344,8 +344,9 @@ class ModelRunner:
         self.controls.rehearse(self.dtype)
         for size in {min(n, most) for n in (1, 2, 64, 128, 256, most)}:
             self._decode_padding(size)
-        self.reads_shared = self.backend.reads_shared_prefix(most, self.config.max_model_len)
-        self._decode_padding(most)
+        for size in {min(n, most) for n in (32, 128, most)}:
+            self.reads_shared = self.backend.reads_shared_prefix(size, longest)
+            self._decode_padding(size)
         self.reads_shared = False
 
     def _run_prefill(self, total: int, longest: int) -> None:
