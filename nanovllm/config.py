@@ -37,7 +37,11 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class ModelConfig:
-    """The fields of `config.json` that inference needs, checked; sizes are of the whole model."""
+    """The fields of `config.json` that inference needs, checked; sizes are of the whole model.
+
+    rope: `rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings.
+    eos_token_ids: union of the ids in `config.json`, `generation_config.json` and the tokenizer's files, ascending.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,9 +57,7 @@ class ModelConfig:
     attention_bias: bool
     dtype: str
     rope: dict[str, Any]
-    """`rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings."""
     eos_token_ids: list[int]
-    """Union of the ids in `config.json`, `generation_config.json` and the tokenizer's files, ascending."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
