@@ -3,7 +3,7 @@
 It must not know of sequences. Invariant: made for one forward pass; in a captured decode it holds nothing of the host.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class Context:
     context_lens: [B] int32, keys each sequence attends to, those of this step included.
     cu_seqlens_q: [B + 1] int32, prefill only: where the tokens of each sequence begin.
     query_lens: prefill only: tokens of each sequence in this step, on the host.
-    key_lens: `context_lens` on the host: always in a prefill, in a decode only without graphs.
+    key_lens: `context_lens` on the host: always in a prefill, in a decode only without graphs, else empty.
     shared_len: [1] int32, decode only: leading keys that all sequences have in the same blocks, where reading them once
         pays.
     gather: what a backend works out in the first layer and uses in all of them.
@@ -35,7 +35,7 @@ class Context:
     rows: Tensor
     context_lens: Tensor
     cu_seqlens_q: Tensor | None = None
-    query_lens: list[int] | None = None
-    key_lens: list[int] | None = None
+    query_lens: list[int] = field(default_factory=list)
+    key_lens: list[int] = field(default_factory=list)
     shared_len: Tensor | None = None
     gather: list[Any] | None = None
