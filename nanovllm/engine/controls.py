@@ -103,9 +103,7 @@ class Controls:
 
         key_lens: tokens of each of its sequences; needed if any has controls.
         """
-        if not self.groups:
-            return
-        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens)
+        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens, default=0)
         for rows in self.groups:
             x = logits[rows.index]
             if self.parallel.size > 1:
