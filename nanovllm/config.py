@@ -6,7 +6,7 @@ valid for its model folder.
 
 import json
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from numbers import Real
 from os import PathLike
 from os.path import expanduser, isdir
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from nanovllm.errors import CheckpointError
-from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real, reject_unknown
+from nanovllm.utils.checks import Rule, check, fail, integer, is_integer, one_of, real
 
 MAX_INT = 2**31 - 1  # of the integers on the device
 DTYPES = ("bfloat16", "float16", "float32")
@@ -37,7 +37,11 @@ _ROPE_FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(slots=True)
 class ModelConfig:
-    """The fields of `config.json` that inference needs, checked; sizes are of the whole model."""
+    """The fields of `config.json` that inference needs, checked; sizes are of the whole model.
+
+    rope: `rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings.
+    eos_token_ids: union of the ids in `config.json`, `generation_config.json` and the tokenizer's files, ascending.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,9 +57,7 @@ class ModelConfig:
     attention_bias: bool
     dtype: str
     rope: dict[str, Any]
-    """`rope_type` ("default", "linear", "llama3", "yarn"), `rope_theta` and the type's own settings."""
     eos_token_ids: list[int]
-    """Union of the ids in `config.json`, `generation_config.json` and the tokenizer's files, ascending."""
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
@@ -104,7 +106,7 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class Config:
-    """Options of an engine; `Config.create(model, **options)` checks them and reads the model's files.
+    """Options of an engine; the constructor checks them and reads the model's files.
 
     Lengths are in tokens. `max_model_len` ends up as the smaller of the option and the model's own
     limit; `device` and `dtype` are resolved when the engine is built.
@@ -127,12 +129,6 @@ class Config:
     load_format: Annotated[str, one_of("auto", "dummy")] = "auto"
     seed: Annotated[int, integer(-(2**63), 2**63 - 1)] = 0
     hf: ModelConfig = field(init=False)
-
-    @classmethod
-    def create(cls, model: str, **options: Any) -> "Config":
-        """Check every option by name, type and range, then read the model's config."""
-        reject_unknown("LLM", options, [f.name for f in fields(cls) if f.init and f.name != "model"])
-        return cls(model, **options)
 
     def __post_init__(self) -> None:
         check(self)

@@ -79,7 +79,7 @@ def changed(source: str, target: Path, **fields: Any) -> str:
 
 
 def test_every_option_is_covered_here_with_its_documented_default(random_model: str) -> None:
-    config = Config.create(random_model)
+    config = Config(random_model)
     assert set(DEFAULTS) == set(GOOD) == set(BAD) == set(config.__slots__) - {"model", "hf"}
     limited = {**DEFAULTS, "max_model_len": 2048}  # by the model
     assert {name: getattr(config, name) for name in DEFAULTS} == limited
@@ -87,7 +87,7 @@ def test_every_option_is_covered_here_with_its_documented_default(random_model: 
 
 @pytest.mark.parametrize(("name", "value"), cases(GOOD))
 def test_a_value_within_the_range_is_accepted(random_model: str, name: str, value: Any) -> None:
-    assert getattr(Config.create(random_model, **{name: value}), name) == value
+    assert getattr(Config(random_model, **{name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "value"), cases(BAD))
@@ -135,7 +135,7 @@ def test_a_name_of_the_hub_gives_an_error_that_says_how_to_download(name: str, h
 
 def test_a_tilde_is_the_home_folder(random_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(Path(random_model).parent))
-    config = Config.create(f"~/{Path(random_model).name}")
+    config = Config(f"~/{Path(random_model).name}")
     assert config.model == random_model and config.hf.vocab_size == 1000
 
 
@@ -164,8 +164,8 @@ def test_a_path_object_is_a_model_too(random_model: str) -> None:
 
 
 def test_max_model_len_is_capped_by_the_model(random_model: str) -> None:
-    assert Config.create(random_model, max_model_len=10**6).max_model_len == 2048
-    assert Config.create(random_model, max_model_len=10).max_model_len == 10
+    assert Config(random_model, max_model_len=10**6).max_model_len == 2048
+    assert Config(random_model, max_model_len=10).max_model_len == 10
 
 
 def test_a_backend_that_the_device_cannot_run_is_refused_at_construction(random_model: str) -> None:

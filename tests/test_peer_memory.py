@@ -35,6 +35,7 @@ class Driver:
         value._obj.value = 1
 
     def cuMemCreate(self, handle: Any, size: Any, properties: Any, flags: Any) -> None:
+        assert len(properties) == 32  # sizeof(CUmemAllocationProp)
         handle._obj.value = os.memfd_create("memory")
         os.ftruncate(handle._obj.value, size.value)
 
@@ -51,8 +52,8 @@ class Driver:
     def cuMemMap(self, address: Any, size: Any, offset: Any, handle: Any, flags: Any) -> None:
         LIBC.mmap(address.value, size.value, READ_WRITE, mmap.MAP_SHARED | FIXED, handle.value, 0)
 
-    def cuMemSetAccess(self, *_: Any) -> None:
-        pass
+    def cuMemSetAccess(self, address: Any, size: Any, access: Any, count: Any) -> None:
+        assert len(access) == 12  # sizeof(CUmemAccessDesc)
 
     def cuMemRelease(self, handle: Any) -> None:
         os.close(handle.value)

@@ -98,14 +98,12 @@ class Controls:
             (ids,) = to_device([np.array(token_ids, dtype=np.int32)], self.history.device)
             self.history[slot, : len(ids)] = ids
 
-    def resample(self, logits: Tensor, ids: Tensor, key_lens: list[int] | None) -> None:
+    def resample(self, logits: Tensor, ids: Tensor, key_lens: list[int]) -> None:
         """Replace in `ids` [B], and in the slots, what the batch of the plan samples from `logits` [B, V].
 
         key_lens: tokens of each of its sequences; needed if any has controls.
         """
-        if not self.groups:
-            return
-        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens or ())
+        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens, default=0)
         for rows in self.groups:
             x = logits[rows.index]
             if self.parallel.size > 1:

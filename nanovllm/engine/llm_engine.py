@@ -27,7 +27,7 @@ from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
-from nanovllm.utils.checks import is_integer
+from nanovllm.utils.checks import is_integer, reject_unknown
 from nanovllm.utils.detokenizer import Detokenizer
 
 
@@ -42,7 +42,8 @@ class LLMEngine:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = Config.create(model, **options)
+        reject_unknown("LLM", options, Config.__match_args__[1:])
+        self.config = Config(model, **options)
         # imported late: `import nanovllm` stays cheap, and options are checked before torch is loaded
         from nanovllm.engine.model_runner import ModelRunner
         from nanovllm.engine.worker import LeadRunner

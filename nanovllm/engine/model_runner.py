@@ -209,19 +209,19 @@ class ModelRunner:
             self.slots_on_device = slots
         masked = early_stops([seqs[i] for i in self.order]) if self.has_min_tokens else []
         needs_lens = self.has_controls or not self.graph_sizes
-        key_lens = [seqs[i].num_cached_tokens + 1 for i in self.order] if needs_lens else None
+        key_lens = [seqs[i].num_cached_tokens + 1 for i in self.order] if needs_lens else []
         return len(seqs), batch.new_blocks, changed, masked, key_lens
 
     def decode(
         self, n: int, new_blocks: list[tuple[int, int, int]],
         changed: tuple[list[int], int, bool, list[int], int, Plan] | None,
-        masked: list[tuple[int, int]], key_lens: list[int] | None,
+        masked: list[tuple[int, int]], key_lens: list[int],
     ) -> tuple[torch.Tensor, Pieces]:  # fmt: skip
         """One token for each of the `n` sequences on the device: ids [n] in their order there, and log-probabilities.
 
         changed: their slots, the keys that all share, whether to read those once, which rows want log-probabilities,
         with how many others, and the plan of the controls; `None` if all is as in the last step.
-        key_lens: keys of each, those of this step included; `None` where nothing needs them.
+        key_lens: keys of each, those of this step included; empty where nothing needs them.
         """
         size = next((s for s in self.graph_sizes if s >= n), n)
         arrays = [np.array(new_blocks, dtype=np.int32).reshape(-1, 3).T]
@@ -257,7 +257,7 @@ class ModelRunner:
             pieces.append(self.sampler.logprobs(raw, self.token_ids[self.logprob_rows], self.num_logprobs))
         return self.token_ids[:n], pieces
 
-    def _decode_step(self, n: int, key_lens: list[int] | None = None) -> None:
+    def _decode_step(self, n: int, key_lens: list[int]) -> None:
         """Decode the sequences in `rows[:n]` from ids to logits and sampled ids, all of it on the device."""
         slots = self.slots
         inputs = (self.input_ids[:n], self.positions[:n], self.slot_mapping[:n], self.context_lens[:n])
@@ -370,7 +370,7 @@ class ModelRunner:
     def _decode_padding(self, size: int) -> None:
         """A decode step of padding rows only, which compiles and initialises what a capture cannot."""
         self.rows[:size] = self.slots.padding_row
-        self._decode_step(size, key_lens=[1] * size)
+        self._decode_step(size, [1] * size)
 
     def _capture(self, size: int, reads_shared: bool = False) -> None:
         """Capture the decode step of `size` sequences; all graphs take their memory from one pool."""
@@ -383,7 +383,7 @@ class ModelRunner:
                 # other threads, as NCCL's own, may go on calling CUDA
                 graph.capture_begin(pool=self.graph_pool, capture_error_mode="thread_local")
                 try:
-                    self._decode_step(size)
+                    self._decode_step(size, [])
                 finally:
                     graph.capture_end()
         self.graphs[size, reads_shared] = graph

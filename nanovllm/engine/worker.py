@@ -77,9 +77,8 @@ class LeadRunner(ModelRunner):
         return super().decode(*args)
 
     def check(self) -> None:
-        if self.ranks.failed:
-            with self._guard():
-                pass
+        with self._guard():
+            pass
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -246,7 +245,7 @@ def _delayed_interrupts() -> Iterator[None]:
 def serve(rank: int, config: Config, lead_device: torch.device, folder: str, threads: int, pipe: Connection) -> None:
     """The life of a rank above 0, in its own process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
-    threading.Thread(target=_leave_with_parent, args=(folder,), daemon=True).start()
+    threading.Thread(target=_die, args=(folder, None), daemon=True).start()  # with rank 0
     try:
         torch.set_num_threads(threads)
         if lead_device.type == "cuda":
@@ -270,15 +269,11 @@ def serve(rank: int, config: Config, lead_device: torch.device, folder: str, thr
     _die(folder)
 
 
-def _leave_with_parent(folder: str) -> None:
+def _die(folder: str, parent_seconds: float | None = 0.0) -> None:
+    """End this process at once, after its parent if that ends within so many seconds (`None`: whenever it does)."""
     if parent := multiprocessing.parent_process():
-        parent.join()
-    _die(folder)
-
-
-def _die(folder: str) -> None:
-    parent = multiprocessing.parent_process()
-    # rank 0 needs the folder to its end: a thread of NCCL's looks into the store, and would wait a minute for it
-    if parent is None or not parent.is_alive():
-        shutil.rmtree(folder, ignore_errors=True)
+        parent.join(parent_seconds)
+        # rank 0 needs the folder to its end: a thread of NCCL's looks into the store, and would wait a minute for it
+        if not parent.is_alive():
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # at once, whatever a GPU waits for; and the interpreter would take a second

@@ -51,7 +51,6 @@ class TorchBackend(AttentionBackend):
     workspace = torch.empty(0)  # for what they gather; replaced by a larger one
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        assert context.query_lens is not None and context.key_lens is not None
         if context.gather is None:
             parts = (slice(i, i + 1) for i in range(len(context.key_lens)))
             context.gather = [self._cache_index(context, part, k_cache.shape[1])[0] for part in parts]
@@ -95,7 +94,6 @@ class TorchBackend(AttentionBackend):
     @staticmethod
     def _cache_index(context: Context, part: slice, block_size: int) -> Tensor:
         """[b, most keys] int64: where the keys of each sequence in `part` are in the flattened cache."""
-        assert context.key_lens is not None
         most = max(context.key_lens[part])
         tables = context.block_tables[context.rows[part], : -(-most // block_size)].long() * block_size
         index = tables[:, :, None] + torch.arange(block_size, device=tables.device)
@@ -109,7 +107,7 @@ class TritonBackend(AttentionBackend):
         return batch >= 32 and shared >= 512
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        assert context.cu_seqlens_q is not None and context.query_lens is not None
+        assert context.cu_seqlens_q is not None
         return paged_prefill(
             q, k_cache, v_cache, context.block_tables, context.rows, context.cu_seqlens_q, context.context_lens,
             max(context.query_lens), scale,
@@ -135,7 +133,6 @@ class FlashAttentionBackend(AttentionBackend):
         self.varlen, self.with_kvcache = flash.flash_attn_varlen_func, flash.flash_attn_with_kvcache
 
     def prefill(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
-        assert context.query_lens is not None and context.key_lens is not None
         tables = self._tables(context)
         if self.version == 3:
             # One split: left to itself it takes fp32 copies of the output, by lengths that no rehearsal has measured.

@@ -15,7 +15,7 @@ from nanovllm.utils.parallel import Parallel
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rank r holds the ids from r * share on; the sum over the ranks is the embedding."""
+    """Embedding, head or both: rank r holds the ids from r * share on; the sum over the ranks is the embedding."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, parallel: Parallel, dtype: torch.dtype, device: torch.device
@@ -34,16 +34,11 @@ class VocabParallelEmbedding(nn.Module):
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         checkpoint.read(self.weight, f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start)
 
-
-class ParallelLMHead(VocabParallelEmbedding):
-    """Logits of this rank's share of the vocabulary: [N, hidden] -> [N, num_logits], padding cut off.
-
-    num_logits: real ids of the share. `logits` writes into `out` where it is given.
-    """
-
     @property
     def num_logits(self) -> int:
+        """Real ids of the share."""
         return max(0, min(self.share, self.vocab_size - self.start))
 
     def logits(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """As the head: [N, hidden] -> [N, num_logits], padding cut off, in `out` where it is given."""
         return torch.mm(x, self.weight[: self.num_logits].t(), out=out)

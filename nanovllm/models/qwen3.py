@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nanovllm.config import ModelConfig
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.embedding import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.embedding import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear, Stream
 from nanovllm.layers.norm import RMSNorm
 from nanovllm.layers.rotary import rope_table
@@ -98,9 +98,7 @@ class Qwen3ForCausalLM(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **factory)
         self.tied = config.tie_word_embeddings
-        self.lm_head = ParallelLMHead(*vocabulary, **factory)
-        if self.tied:
-            self.lm_head.weight = self.embed_tokens.weight
+        self.lm_head = self.embed_tokens if self.tied else VocabParallelEmbedding(*vocabulary, **factory)
 
     def forward(self, input_ids: Tensor, context: Context) -> Tensor:
         """[N] -> hidden states [N, hidden]."""

@@ -9,6 +9,7 @@ import array
 import ctypes
 import os
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
@@ -19,20 +20,6 @@ import torch
 SECONDS = 60.0  # to wait for another rank
 # of cuda.h
 _PINNED, _FILE_DESCRIPTOR, _DEVICE, _READ_WRITE, _NATIVE_ATOMICS = 1, 1, 1, 3, 3
-
-
-class _Location(ctypes.Structure):
-    _fields_ = [("type", c_int), ("id", c_int)]
-
-
-class _Properties(ctypes.Structure):
-    _fields_ = [
-        ("type", c_int), ("handle_types", c_int), ("location", _Location), ("windows", c_void_p), ("flags", c_uint64)
-    ]  # fmt: skip
-
-
-class _Access(ctypes.Structure):
-    _fields_ = [("location", _Location), ("flags", c_int)]
 
 
 class PeerMemory:
@@ -81,8 +68,9 @@ class PeerMemory:
             if not atomics.value:
                 raise OSError(f"no NVLink between GPUs {device} and {peer}")
         handle = c_uint64()
-        properties = _Properties(_PINNED, _FILE_DESCRIPTOR, _Location(_DEVICE, device))
-        self._call("cuMemCreate", byref(handle), c_size_t(self.size), byref(properties), c_uint64())
+        # CUmemAllocationProp: type, type of handles, location, what Windows needs, flags
+        properties = struct.pack("4iPQ", _PINNED, _FILE_DESCRIPTOR, _DEVICE, device, 0, 0)
+        self._call("cuMemCreate", byref(handle), c_size_t(self.size), properties, c_uint64())
         self._map(self.rank, handle)
         mailbox.bind(f"{self.folder}/memory-{self.rank}")
         mailbox.settimeout(SECONDS)
@@ -104,7 +92,7 @@ class PeerMemory:
     def _map(self, rank: int, handle: c_uint64) -> None:
         """Map the memory of `rank`, which keeps it, and set `fd` if it is ours."""
         address, size, fd = c_uint64(), c_size_t(self.size), c_int()
-        access = _Access(_Location(_DEVICE, self.devices[self.rank]), _READ_WRITE)
+        access = struct.pack("3i", _DEVICE, self.devices[self.rank], _READ_WRITE)  # CUmemAccessDesc: location, flags
         try:
             if rank == self.rank:
                 self._call("cuMemExportToShareableHandle", byref(fd), handle, _FILE_DESCRIPTOR, c_uint64())
@@ -112,7 +100,7 @@ class PeerMemory:
             self._call("cuMemAddressReserve", byref(address), size, c_size_t(), c_uint64(), c_uint64())
             self.addresses[rank] = address.value
             self._call("cuMemMap", address, size, c_size_t(), handle, c_uint64())
-            self._call("cuMemSetAccess", address, size, byref(access), c_size_t(1))
+            self._call("cuMemSetAccess", address, size, access, c_size_t(1))
         finally:
             self._call("cuMemRelease", handle)
 
