@@ -160,10 +160,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _rope_settings(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """One dict from transformers 5's `rope_parameters` or 4's `rope_theta` and `rope_scaling`."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", raw.get("rope_theta", 10000.0))
+    settings = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path}: rope settings {settings!r} must be a JSON object")
+    rope = {"rope_theta": raw.get("rope_theta", 10000.0), **settings}
     rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type", "default")
-    needed = _ROPE_FIELDS.get(rope["rope_type"])
+    needed = _ROPE_FIELDS.get(str(rope["rope_type"]))
     if needed is None:
         raise CheckpointError(f"{path}: rope_type={rope['rope_type']!r} must be one of {', '.join(_ROPE_FIELDS)}")
     if rope["rope_type"] == "yarn":
@@ -181,7 +183,10 @@ def _tokenizer_eos(folder: Path) -> list[int]:
     content = token.get("content") if isinstance(token, dict) else token
     if content is None or not tokenizer.is_file():
         return []
-    return [t["id"] for t in _read_json(tokenizer).get("added_tokens", []) if t["content"] == content]
+    added = _read_json(tokenizer).get("added_tokens", [])
+    if not isinstance(added, list) or not all(isinstance(t, dict) and is_integer(t.get("id")) for t in added):
+        raise CheckpointError(f"{tokenizer}: added_tokens must be a list of objects with an integer 'id'")
+    return [t["id"] for t in added if t.get("content") == content]
 
 
 def _id_list(raw: dict[str, Any]) -> list[int]:

@@ -393,7 +393,13 @@ def test_a_tokenizer_with_more_ids_than_its_model_is_refused_where_it_matters(ti
             llm.generate(["hello", llm.tokenizer.decode(ids)], GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "NoSuch"}}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "NoSuch"}}', '{"added_tokens": 5}',
+        '{"added_tokens": [7]}', '{"added_tokens": [{"content": "<|im_end|>"}]}',
+    ],
+)  # fmt: skip
 def test_a_tokenizer_that_cannot_be_read_is_an_error_that_leaves_ids(
     tiny_model: str, tmp_path: Path, content: str
 ) -> None:
@@ -411,8 +417,10 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_that_leaves_ids(
         llm.generate("hello", GREEDY, use_tqdm=False)
 
 
-@pytest.mark.parametrize("name", ["rope_scaling", "eos_token_id", "torch_dtype", "head_dim", "rms_norm_eps"])
-@pytest.mark.parametrize("value", ["x", [], {}, [None], {"a": 1}, -1, 1e400, True])
+@pytest.mark.parametrize(
+    "name", ["rope_parameters", "rope_scaling", "eos_token_id", "torch_dtype", "head_dim", "rms_norm_eps"]
+)
+@pytest.mark.parametrize("value", ["x", [], {}, [None], {"a": 1}, {"rope_type": [1]}, -1, 1e400, True])
 def test_a_field_of_the_config_with_nonsense_is_a_checkpoint_error_or_has_no_effect(
     folder: Path, name: str, value: Any
 ) -> None:
