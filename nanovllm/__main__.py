@@ -137,6 +137,8 @@ def add_line(llm: LLM, line: bytes, result: Json, params: SamplingParams, templa
         options = template_kwargs | item.get("chat_template_kwargs", {})
         [item["prompt"]] = llm.chat_prompts([item["messages"]], options)
     given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
+    if isinstance(bias := given.get("logit_bias"), dict):  # JSON has strings for keys
+        given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
     return llm.add_request(item["prompt"], replace(params, **given))
 
 

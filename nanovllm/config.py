@@ -7,7 +7,6 @@ valid for its model folder.
 import json
 import re
 from dataclasses import dataclass, field
-from numbers import Real
 from os import PathLike
 from os.path import expanduser, isdir
 from pathlib import Path
@@ -171,8 +170,9 @@ def _rope_settings(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     if rope["rope_type"] == "yarn":
         rope.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings"))
     for name in ("rope_theta", *needed):
-        if not isinstance(rope.get(name), Real):
-            raise CheckpointError(f"{path}: rope setting {name}={rope.get(name)!r} must be a number")
+        value = rope.get(name)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise CheckpointError(f"{path}: rope setting {name}={value!r} must be a number > 0")
     return rope
 
 

@@ -67,7 +67,7 @@ class SamplingParams:
     Order, that of vLLM: what is ruled out (allowed_token_ids, bad_words, stop ids before min_tokens) and logit_bias;
     the penalties, repetition first, so that they scale with the model's logits whatever the temperature; temperature;
     then min_p and top_k, and top_p last: it is a share of the probability that those two have left. Of equal
-    probabilities the lower id comes first in top_k and top_p.
+    probabilities the lower id comes first in top_k and top_p. If rules leave no id, which one is drawn is undefined.
     """
 
     temperature: Annotated[float, real("a finite number >= 0", lambda t: t >= 0)] = 1.0

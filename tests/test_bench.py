@@ -60,6 +60,9 @@ def test_a_workload_of_one_step_has_a_prefill_speed(run_bench: Any, tmp_path: Pa
         (["--repeats", "-1"], "--repeats -1: must be at least 0"),
         (["--json", "/no/results.json"], "/no/results.json: there is no such folder"),
         (["--plot", "/no/run.png"], "/no/run.png: there is no such folder"),
+        (["--seqs", "nan"], "--seqs: nan: must be greater than 0"),
+        (["--length", "x"], "--length: invalid float value: 'x'"),
+        (["--input-len", "0"], "--input-len: 0: must be greater than 0"),
         (["--max-model-len", "29"], "24->6 needs 30 tokens: must be at most 29"),
     ],
 )

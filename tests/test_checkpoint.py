@@ -420,7 +420,9 @@ def test_a_tokenizer_that_cannot_be_read_is_an_error_that_leaves_ids(
 @pytest.mark.parametrize(
     "name", ["rope_parameters", "rope_scaling", "eos_token_id", "torch_dtype", "head_dim", "rms_norm_eps"]
 )
-@pytest.mark.parametrize("value", ["x", [], {}, [None], {"a": 1}, {"rope_type": [1]}, -1, 1e400, True])
+@pytest.mark.parametrize(
+    "value", ["x", [], {}, [None], {"a": 1}, {"rope_type": [1]}, {"rope_theta": -1}, -1, 1e400, True]
+)
 def test_a_field_of_the_config_with_nonsense_is_a_checkpoint_error_or_has_no_effect(
     folder: Path, name: str, value: Any
 ) -> None:

@@ -783,9 +783,19 @@ def test_newcomers_before_every_step_do_not_stop_those_that_run(small: LLM) -> N
         small.step()
 
 
+@pytest.mark.parametrize("field", ["stop_token_ids", "allowed_token_ids", "logit_bias", "logprobs"])
+def test_parameters_that_are_wrong_by_now_are_refused_by_name(small: LLM, field: str) -> None:
+    params = SamplingParams()
+    setattr(params, field, "5" * 1000)
+    with pytest.raises(ValueError, match=rf"SamplingParams\.{field}='5{{499}}\.\.\.: must be"):
+        small.add_request([5], params)
+
+
 def test_exit_may_be_called_twice_and_a_closed_engine_says_so(small_model: str) -> None:
     llm = engine(small_model)
     run(llm, [[5]])
+    llm.add_request([5], greedy(1))
+    run(llm, [[5]])  # the one before ends, too, and nobody has asked for it
     llm.add_request([5])
     begun = llm.stream([5])
     llm.exit()

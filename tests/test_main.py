@@ -209,13 +209,15 @@ def test_lines_and_flags_say_how_to_sample(run: Any) -> None:
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
         {"prompt": "Hi", "temperature": 1.0, "seed": 5},
         {"messages": question, "chat_template_kwargs": {"add_generation_prompt": False}},
+        {"prompt": "Hi", "logit_bias": {"7": 1000}},
     ]
     results = run(lines, "--temperature", "0", "--max-tokens", "6")
-    assert [r["index"] for r in results] == [0, 1, 3, 4, 5]
+    assert [r["index"] for r in results] == [0, 1, 3, 4, 5, 6]
     assert results[0]["text"].startswith("I am a tiny Qwen3 model") and results[0]["finish_reason"] == "stop"
     assert results[1]["token_ids"] == results[0]["token_ids"][:6]
     assert results[2]["token_ids"] == results[3]["token_ids"]
     assert results[4]["token_ids"] != results[1]["token_ids"]
+    assert results[5]["token_ids"] == [7] * 6
 
 
 def test_a_long_file_is_never_queued_whole(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

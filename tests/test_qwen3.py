@@ -318,6 +318,7 @@ def test_an_unknown_rope_type_is_refused_by_name(random_model: str, tmp_path: Pa
     ("rope", "missing"),
     [
         ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0.0}, "factor=0.0 must be a number > 0"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "high_freq_factor"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 128}, "factor"),
     ],

@@ -405,6 +405,23 @@ def test_ctrl_c_between_and_during_steps_leaves_a_working_engine(tiny_on: dict[i
     assert llm.stats()["num_running"] == 0
 
 
+def test_a_handler_of_another_signal_that_raises_leaves_a_working_engine(tiny_on: dict[int, LLM]) -> None:
+    def too_late(*_: object) -> None:
+        raise TimeoutError
+
+    llm, answer, before = tiny_on[2], GOLDEN[0], signal.signal(signal.SIGALRM, too_late)
+    try:
+        for i in range(6):
+            with pytest.raises(TimeoutError):
+                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.013 * i)
+                while True:
+                    ids_of(llm, [a["prompt_token_ids"] for a in GOLDEN[:8]], greedy(100))
+            assert signal.getsignal(signal.SIGALRM) is too_late
+            assert ids_of(llm, [answer["prompt_token_ids"]], greedy()) == [answer["token_ids"][:20]]
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
 def test_all_ranks_use_the_fewest_blocks_and_exit_may_be_called_twice(
     small_model: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
 ) -> None:

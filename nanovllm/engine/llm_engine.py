@@ -135,7 +135,7 @@ class LLMEngine:
         """Drop all requests and free everything; may be called again."""
         if not self.closed:
             self._change(self._drop_all)
-            self.closed = True
+            self.unclaimed, self.closed = [], True
             self.runner.exit()
 
     # Inside
@@ -199,6 +199,7 @@ class LLMEngine:
             raise TypeError(f"prompt is {type(prompt).__name__}: must be a string or a list of token ids{hint}")
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params={params!r}: must be a SamplingParams")
+        params = replace(params)  # checks it again; and the caller may change its own for the next request
         vocab_size = self.config.hf.vocab_size
         token_ids = _check_ids("prompt", prompt, vocab_size)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
@@ -208,7 +209,6 @@ class LLMEngine:
                 raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")
         if not prompt:
             raise ValueError("prompt is empty: must hold at least one token")
-        params = replace(params)  # the caller may change its own for the next request
         texts = [text for word in params.bad_words or () for text in (word, " " + word.lstrip())]
         bad_words = list(filter(None, self.tokenizer(texts, add_special_tokens=False)["input_ids"])) if texts else []
         stop_ids = frozenset(params.stop_token_ids or ()) | (set() if params.ignore_eos else self.scheduler.eos_ids)

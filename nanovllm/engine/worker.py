@@ -16,7 +16,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from tempfile import mkdtemp
 from time import monotonic
@@ -37,6 +37,12 @@ from nanovllm.utils.parallel import Parallel
 EXIT_SECONDS = 5.0
 # After an error of rank 0, how long to look for a rank that has died and caused it.
 BLAME_SECONDS = 2.0
+# Those whose handlers wait for the end of a step.
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
 
 
 class LeadRunner(ModelRunner):
@@ -65,7 +71,7 @@ class LeadRunner(ModelRunner):
                 self._end()
 
     def launch(self, batch: Batch) -> PendingIds:
-        with _delayed_interrupts(), self._guard():
+        with _delayed_signals(), self._guard():
             return super().launch(batch)
 
     def prefill(self, *args: Any) -> tuple[torch.Tensor, Pieces]:  # type: ignore[override]
@@ -226,20 +232,26 @@ def _end(runner: dict[str, Any], ranks: Ranks) -> None:
 
 
 @contextmanager
-def _delayed_interrupts() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: in the middle of a step the other ranks would be left waiting."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+def _delayed_signals() -> Iterator[None]:
+    """Ctrl-C and what else has a handler in Python wait for the end of the block: a handler that raises in the middle
+    of a step would leave the other ranks waiting."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught: list[Any] = []
-    signal.signal(signal.SIGINT, lambda *args: caught.append(args))
-    try:
+    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    caught: dict[int, Any] = {}
+
+    def deliver(number: int) -> None:
+        if number in caught:
+            handlers[number](number, caught[number])
+
+    with ExitStack() as at_the_end:  # all is put back and delivered, also if a handler raises
+        for number in handlers:
+            at_the_end.callback(deliver, number)
+        for number, handler in handlers.items():
+            at_the_end.callback(signal.signal, number, handler)
+            signal.signal(number, caught.setdefault)
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        handler(*caught[0])
 
 
 def serve(rank: int, config: Config, lead_device: torch.device, folder: str, threads: int, pipe: Connection) -> None:

@@ -74,7 +74,8 @@ def reject_unknown(owner: str, given: Iterable[str], valid: Sequence[str]) -> No
 
 
 def fail(name: str, value: object, words: str) -> NoReturn:
-    raise ValueError(f"{name}={value!r}: must be {words}")
+    shown = repr(value)
+    raise ValueError(f"{name}={shown if len(shown) <= 500 else shown[:500] + '...'}: must be {words}")
 
 
 @cache
