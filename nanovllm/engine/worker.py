@@ -38,11 +38,10 @@ EXIT_SECONDS = 5.0
 # After an error of rank 0, how long to look for a rank that has died and caused it.
 BLAME_SECONDS = 2.0
 # Those whose handlers wait for the end of a step.
-_SIGNALS = [
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGUSR1", "SIGUSR2")
-    if hasattr(signal, name)
-]
+_SIGNALS = (
+    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
+    signal.SIGUSR2,
+)  # fmt: skip
 
 
 class LeadRunner(ModelRunner):
@@ -241,7 +240,7 @@ def _delayed_signals() -> Iterator[None]:
     handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     caught: dict[int, Any] = {}
 
-    def deliver(number: int) -> None:
+    def deliver(number: signal.Signals) -> None:
         if number in caught:
             handlers[number](number, caught[number])
 

@@ -47,24 +47,25 @@ class Ranks:
         return [self.add_in_turn(rank, shared[rank], residuals[rank]) for rank in range(len(parts))]
 
     def add_in_turn(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        ours, others = self.sums[rank], self.sums[:rank] + self.sums[rank + 1 :]
+        ours, pairs = self.sums[rank], part.numel() // 2
+        few, turn = part.element_size() == 2 and pairs <= ours.words.shape[2], ours.turns[0] + 1
+        sent = (turn & 0x3FFFFFFF | 0x40000000) << 32
+        others = [other for other in range(len(self.sums)) if other != rank]
         ours.flags[:] = ours.turns + 1  # the others are there
-        for other in range(len(self.sums)):
-            if other != rank and part.element_size() == 2 and part.numel() // 2 <= ours.words.shape[2]:
-                words = ours.words[ours.half, other, : part.numel() // 2]
-                pairs = self.shared[other].reshape(-1).view(torch.int32).long() & 0xFFFFFFFF
-                words.copy_((ours.turns[0] + 1 | 0x40000000) << 32 | pairs)
-        for sums in others:
-            sums.flags[rank] = 0
+        for other in others:
+            self.sums[other].flags[rank] = 0
+            if few:
+                two = self.shared[other].reshape(-1).view(torch.int32).long() & 0xFFFFFFFF
+                ours.words[ours.half, other, :pairs] = sent | two
         squares = ours.add(part, residual)
         programs = squares.numel()
-        for sums in others:  # they have been told which turn of ours it was
-            if part.element_size() == 2 and part.numel() // 2 <= ours.words.shape[2]:
-                words = sums.words[ours.half, rank, : part.numel() // 2]
-                assert torch.equal(words >> 32, (ours.turns[0] | 0x40000000).expand_as(words))
-                continue
-            assert torch.equal(sums.flags[rank][:programs], ours.turns[:programs])
-            assert not sums.flags[rank][programs:].any()
+        for sums in (self.sums[other] for other in others):
+            if few:
+                own = part.reshape(-1).view(torch.int32).long() & 0xFFFFFFFF
+                assert torch.equal(sums.words[ours.half, rank, :pairs], sent | own)
+            else:  # they have been told which turn of ours it was
+                assert torch.equal(sums.flags[rank][:programs], ours.turns[:programs])
+            assert not sums.flags[rank][0 if few else programs :].any()
         return squares
 
 
