@@ -32,7 +32,7 @@ from nanovllm.utils.detokenizer import Detokenizer
 
 
 class LLMEngine:
-    """An engine over one model folder; options as in `Config`.
+    """An engine over one model folder; options as in `nanovllm.config.Config`.
 
     Raises `TypeError` for an unknown option, `ValueError` for a wrong value or an unusable folder.
 
