@@ -47,6 +47,7 @@ def run(args: argparse.Namespace, options: Json, sampling: SamplingParams) -> No
     one made of --seed and its index: a restart does not change results. The exit status is 0 also with errors in
     lines; how many is said at the end.
     """
+    Config(args.model, **options)  # a wrong one leaves no empty OUTPUT
     with open(args.input, "rb") as lines, open(args.output, "a+b") as results:
         if not lines.seekable():
             raise ValueError(f"{args.input}: must be a file, no pipe: it is read twice")
