@@ -308,18 +308,6 @@ def draw_results(results: list[dict[str, Any]], file: str) -> None:
         figure.savefig(file, metadata={"Date": None} if file.endswith(".svg") else None)
 
 
-def positive(kind: type) -> Callable[[str], Any]:
-    """For `argparse`: a number of that kind greater than 0."""
-
-    def parse(text: str) -> Any:
-        if not 0 < kind(text) < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text}: must be greater than 0")
-        return kind(text)
-
-    parse.__name__ = kind.__name__  # for the message where it is no number at all
-    return parse
-
-
 def main() -> None:
     names = list(workloads(1, 1, 1, 0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -327,13 +315,11 @@ def main() -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help=f"a folder, or with dummy weights {', '.join(SHAPES)}")
     parser.add_argument("--load-format", default="auto", choices=["auto", "dummy"])
     parser.add_argument("--engine", default="nanovllm", help=f"any of {', '.join(ENGINES)}, separated by commas")
-    parser.add_argument("--seqs", type=positive(float), default=1.0, help="scale of the number of sequences")
-    parser.add_argument("--length", type=positive(float), default=1.0, help="scale of all lengths")
-    parser.add_argument(
-        "--input-len", type=positive(int), help="with --output-len and --num-seqs: one workload of these sizes"
-    )
-    parser.add_argument("--output-len", type=positive(int))
-    parser.add_argument("--num-seqs", type=positive(int))
+    parser.add_argument("--seqs", type=float, default=1.0, help="scale of the number of sequences")
+    parser.add_argument("--length", type=float, default=1.0, help="scale of all lengths")
+    parser.add_argument("--input-len", type=int, help="with --output-len and --num-seqs: one workload of these sizes")
+    parser.add_argument("--output-len", type=int)
+    parser.add_argument("--num-seqs", type=int)
     parser.add_argument("--repeats", type=int, default=1, help="calls after the first; the best one counts")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0)
@@ -360,6 +346,10 @@ def main() -> None:
         parser.error("pictures need matplotlib: pip install 'nanovllm[plot]'")
     if args.plot and "nanovllm" not in engines:
         parser.error("--plot draws runs of nanovllm: --engine must name it")
+    for name in ("seqs", "length", "input_len", "output_len", "num_seqs"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"argument --{name.replace('_', '-')}: {value}: must be greater than 0")
     if args.repeats < 0:
         parser.error(f"--repeats {args.repeats}: must be at least 0")
     for file in (args.json, args.plot):  # not only after all runs

@@ -94,7 +94,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __new__(cls, *args: object, **given: object) -> "SamplingParams":
-        reject_unknown("SamplingParams", given, [*cls.__dataclass_fields__])
+        reject_unknown("SamplingParams", given, cls.__dataclass_fields__)
         return object.__new__(cls)  # `super()` knows the class from before its slots
 
     def __post_init__(self) -> None:

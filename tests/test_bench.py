@@ -19,7 +19,7 @@ import example  # noqa: E402
 def run_bench(tiny_model: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*flags: str, output_len: int = 6) -> None:
         sizes = ["--num-seqs", "4", "--input-len", "24", "--output-len", str(output_len)]
-        monkeypatch.setattr(sys, "argv", ["bench.py", *flags, *sizes, "--model", tiny_model, "--device", "cpu"])
+        monkeypatch.setattr(sys, "argv", ["bench.py", *sizes, "--model", tiny_model, "--device", "cpu", *flags])
         bench.main()
 
     return run

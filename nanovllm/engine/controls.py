@@ -103,14 +103,14 @@ class Controls:
 
         key_lens: tokens of each of its sequences; needed if any has controls.
         """
-        slots, vocab, longest = self.slots, self.vocab_size, max(key_lens, default=0)
+        slots, vocab = self.slots, self.vocab_size
         for rows in self.groups:
             x = logits[rows.index]
             if self.parallel.size > 1:
                 x = self.parallel.all_gather(F.pad(x, (0, self.parallel.share(vocab) - x.shape[1])))
                 x = x.transpose(0, 1).flatten(1)[:, :vocab]
             lens = slots.context_lens[rows.slots]
-            history = self.history[rows.slots, :longest] if rows.looks_back else self.history
+            history = self.history[rows.slots, : max(key_lens)] if rows.looks_back else self.history
             x = rows.change(x, history, lens, slots.temperatures[rows.slots])
             new = sample(x, slots.temperatures, slots.seeds, lens, rows.slots, slots.last_tokens)
             ids[rows.index] = new

@@ -1,7 +1,7 @@
 """Checks of the fields of a dataclass and their names; a rule stands beside the type: `Annotated[int, integer(1)]`."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cache
@@ -65,7 +65,7 @@ def check(values: Any, prefix: str = "") -> None:
         setattr(values, name, rule.convert(value))
 
 
-def reject_unknown(owner: str, given: Iterable[str], valid: Sequence[str]) -> None:
+def reject_unknown(owner: str, given: Iterable[str], valid: Collection[str]) -> None:
     """Raise a `TypeError` for the first unknown option in `given`, naming the valid one that it looks like, if any."""
     for name in given:
         if name not in valid:
