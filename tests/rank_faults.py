@@ -57,7 +57,7 @@ def is_killed_while_connecting(*args: Any) -> None:
 
 
 def serve_with_nccl_alone(*args: Any) -> None:
-    parallel.PEER_BYTES = 0
+    parallel.PEER_BYTES = parallel.PEER_ROWS = 0
     worker.serve(*args)
 
 
@@ -65,7 +65,7 @@ class HostMemory:
     """A file that all ranks map, in place of `PeerMemory`."""
 
     def __init__(self, folder: str, group: parallel.Parallel) -> None:
-        self.rank, length = group.rank, parallel.FLAG_BYTES + 2 * parallel.PEER_BYTES
+        self.rank, length = group.rank, parallel.HEAD_BYTES + 3 * parallel.PEER_BYTES
         torch.from_file(f"{folder}/peer-{self.rank}", shared=True, size=length, dtype=torch.uint8)
         group.minimum(0, torch.device("cpu"))  # all files are there
         self.mapped = [

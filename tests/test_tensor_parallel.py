@@ -204,7 +204,7 @@ def test_sums_through_memory_that_all_ranks_see_give_the_same_tokens(
     inner = parallel.PeerSums.add
 
     def add(sums: parallel.PeerSums, part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        calls.append((len(x), sums.half))
+        calls.append((len(x), sums.region))
         return inner(sums, part, x)
 
     def give_up(*_: Any) -> None:
@@ -214,11 +214,13 @@ def test_sums_through_memory_that_all_ranks_see_give_the_same_tokens(
     signal.signal(signal.SIGALRM, give_up)  # a wait for a flag never ends by itself
     signal.alarm(100)
     with engine(odd.folder, 4, max_num_batched_tokens=20, num_kvcache_blocks=6) as llm:
-        llm.runner.parallel.sums.half = 1  # as if a pass had failed in the middle, on one rank
+        num_layers = len(llm.runner.model.layers)
+        llm.runner.parallel.sums.region = 1  # as if a pass had failed in the middle, on one rank
         assert ids_of(llm, odd.prompts[1:16:4], greedy(8)) == [tokens[:8] for tokens in odd.tokens[1:16:4]]
     signal.alarm(0)
     assert {1, 20} <= {rows for rows, _ in calls}  # decode, and chunks of prompts
-    assert [half for _, half in calls] == [1, 0] * (len(calls) // 2)
+    regions = [region for _, region in calls]
+    assert regions == [0, *([1, 2] * num_layers)] * regions.count(0)
 
 
 # Messages

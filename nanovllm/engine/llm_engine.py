@@ -10,16 +10,19 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 """
 
 import struct
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
+from operator import countOf
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from nanovllm.config import Config
@@ -336,8 +339,10 @@ class LLMEngine:
 
 def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> Collection[int]:
     """`ids` as plain integers."""
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return ids  # at the speed of C; else find the bad one, or integers of another type
+    with suppress(OverflowError):  # at the speed of C; else find the bad one, or integers of another type
+        plain = ids and countOf(map(type, ids), int) == len(ids)
+        if plain and np.frombuffer(array("I", ids), np.uint32).max() < vocab_size:
+            return ids
     for token_id in ids:
         if not is_integer(token_id):
             raise TypeError(f"{name} holds {token_id!r}: must be token ids (integers) or a string")

@@ -6,6 +6,7 @@ not choose which sequence has which row: that is `Sequence.slot`. Invariant: in 
 as the steps launched so far leave it.
 """
 
+from array import array
 from itertools import accumulate
 
 import numpy as np
@@ -56,7 +57,7 @@ class Slots:
         seeds, ids, positions, slot_mapping, rows, lens, starts, last, temperatures, block_tables = to_device(
             [
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
-                np.concatenate([np.array(seq.scheduled_token_ids, dtype=np.int32) for seq in seqs]),
+                np.concatenate([np.frombuffer(array("I", seq.scheduled_token_ids), np.int32) for seq in seqs]),
                 np.concatenate(ranges),
                 np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),

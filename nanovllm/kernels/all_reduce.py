@@ -2,19 +2,35 @@
 
 Each rank has written its part into memory that all can read. A program tells its like on the other ranks that the part
 is there, waits for theirs, and adds up all of them. Few rows are sent instead, in words that say in which turn they
-were: 2.1 us for 2 KB on two H200s where the question takes 3.9 and NCCL 10.
+were: 2.1 us for 2 KB on two H200s where the question takes 3.9 and NCCL 10. A sampler sends its best the same way.
 
 Invariants: ranks make the same calls in the same order; two calls one after the other have different parts and words,
 because a rank may still read the first ones when another has finished; parts are added in the order of the ranks, so
 that the sum is the same everywhere.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from nanovllm.kernels._triton import next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels._triton import let_next_start, next_power_of_2, pdl, tl, triton, wait_for_inputs, wait_for_last
 
 PROGRAMS = 4096  # most of a launch: each has a flag for every rank
+
+
+class Words(NamedTuple):
+    """What ranks write to each other in words of 8 bytes that arrive as one: 32 bits and in which turn they were sent.
+
+    words [2, ranks, W] int64: what each rank has written here in odd and in even turns, in memory that all can write.
+    turns [W] int64: in which turn each word is; zero at first, as words are. deltas [ranks] int64: bytes from our
+    memory to that of each rank, of which ours is `rank`.
+    """
+
+    words: Tensor
+    turns: Tensor
+    deltas: Tensor
+    rank: int
 
 
 def add_parts_reference(parts: list[Tensor], residual: Tensor) -> Tensor:
@@ -61,8 +77,34 @@ def _add_parts_kernel(
 
 
 @triton.jit
+def _mark(turn):
+    return (turn & 0x3FFFFFFF) | 0x40000000
+
+
+@triton.jit
+def send_words(bits, words, deltas, offs, mask, turn, RANK: tl.constexpr, SIZE: tl.constexpr, W: tl.constexpr):
+    """To all other ranks, `bits` int32 as words `offs` of this turn."""
+    word = (_mark(turn) << 32) | (bits.to(tl.int64) & 0xFFFFFFFF)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            theirs = words + tl.load(deltas + rank) // 8 + offs
+            tl.store(theirs + ((turn & 1) * SIZE + RANK) * W, word, mask=mask)
+
+
+@triton.jit
+def receive_words(words, rank, offs, mask, turn, SIZE: tl.constexpr, W: tl.constexpr):
+    """The bits that `rank` sends in this turn, int32. A negative word is from nobody: see `PeerSums`."""
+    here = words + ((turn & 1) * SIZE + rank) * W + offs
+    mark = _mark(turn)
+    word = tl.load(here, mask=mask, other=-1, volatile=True)
+    while tl.max(((word >= 0) & ((word >> 32) != mark)).to(tl.int32)) > 0:
+        word = tl.load(here, mask=mask, other=-1, volatile=True)
+    return tl.where(mask, word, 0).to(tl.int32)
+
+
+@triton.jit
 def _halves(pair, like):
-    """Two elements, fp32, of the low 32 bits of integers."""
+    """Two elements, fp32, of integers of 32 bits."""
     low = (pair & 0xFFFF).to(tl.int16).to(like, bitcast=True)
     return low.to(tl.float32), ((pair >> 16) & 0xFFFF).to(tl.int16).to(like, bitcast=True).to(tl.float32)
 
@@ -70,69 +112,62 @@ def _halves(pair, like):
 @triton.jit
 def _add_few_parts_kernel(
     part, residual, squares, words, turns, deltas, H, RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    PAIRS: tl.constexpr, TYPE: tl.constexpr, PDL: tl.constexpr,
+    W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of a row, row). Here ranks write to each other: a word of 8 bytes arrives as one, so two elements
-    and the turn in each need no flag and no second way over the wire. A negative word is from nobody: see `PeerSums`.
-    part, residual: pairs of elements, int32, H a row. words [ranks, PAIRS]: what each rank has written here."""
+    """Program (part of a row, row). Here ranks write to each other: with two elements and the turn in each word there
+    is no flag and no second way over the wire. H: pairs a row."""
     chunk = tl.program_id(0)
     row = tl.program_id(1)
-    program = row * tl.num_programs(0) + chunk
     cols = chunk * BLOCK + tl.arange(0, BLOCK)
     mask = cols < H
     offs = row * H + cols
-    wait_for_inputs(PDL)
-    turn = tl.load(turns + program) + 1
-    now = (turn & 0x3FFFFFFF) | 0x40000000
-    own = tl.load(part + offs, mask=mask, other=0).to(tl.int64) & 0xFFFFFFFF
-    for rank in tl.static_range(SIZE):
-        if rank != RANK:
-            theirs = words + tl.load(deltas + rank) // 8 + RANK * PAIRS
-            tl.store(theirs + offs, (now << 32) | own, mask=mask)
-    low, high = _halves(tl.load(residual + offs, mask=mask, other=0), TYPE)
+    part = part.to(tl.pointer_type(tl.int32), bitcast=True)
+    pairs = residual.to(tl.pointer_type(tl.int32), bitcast=True)
+    like: tl.constexpr = residual.dtype.element_ty
+    let_next_start(PDL)  # these programs are small, and what follows reads weights meanwhile
+    wait_for_last(PDL)
+    turn = tl.load(turns + offs, mask=mask, other=0) + 1
+    own = tl.load(part + offs, mask=mask, other=0)
+    send_words(own, words, deltas, offs, mask, turn, RANK, SIZE, W)
+    low, high = _halves(tl.load(pairs + offs, mask=mask, other=0), like)
     for rank in tl.static_range(SIZE):
         pair = own
         if rank != RANK:
-            pair = tl.load(words + rank * PAIRS + offs, mask=mask, other=-1, volatile=True)
-            while tl.max(((pair >= 0) & ((pair >> 32) != now)).to(tl.int32), 0) > 0:
-                pair = tl.load(words + rank * PAIRS + offs, mask=mask, other=-1, volatile=True)
-            pair = tl.where(mask, pair, 0)
-        more_low, more_high = _halves(pair, TYPE)
+            pair = receive_words(words, rank, offs, mask, turn, SIZE, W)
+        more_low, more_high = _halves(pair, like)
         low += more_low
         high += more_high
-    y_low = low.to(TYPE)
-    y_high = high.to(TYPE)
+    y_low = low.to(like)
+    y_high = high.to(like)
     bits = y_low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    tl.store(residual + offs, (y_high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | bits, mask=mask)
+    tl.store(pairs + offs, (y_high.to(tl.int16, bitcast=True).to(tl.int32) << 16) | bits, mask=mask)
     low = y_low.to(tl.float32)
     high = y_high.to(tl.float32)
-    tl.store(squares + program, tl.sum(low * low + high * high, 0))
-    tl.store(turns + program, turn)
+    tl.store(squares + row * tl.num_programs(0) + chunk, tl.sum(low * low + high * high, 0))
+    tl.debug_barrier()  # all threads have read the turn
+    tl.store(turns + offs, turn, mask=mask)
 
 
-def add_parts_triton(
-    part: Tensor, residual: Tensor, flags: Tensor, turns: Tensor, deltas: Tensor, rank: int, words: Tensor
-) -> Tensor:
+def add_parts_triton(part: Tensor, residual: Tensor, flags: Tensor, turns: Tensor, peers: Words) -> Tensor:
     """residual [N, H] += the sum of all ranks' `part` [N, H], in place -> sums of squares of parts of rows [N, parts].
 
-    flags [ranks, PROGRAMS] int64 and words [ranks, pairs] int64, in the same memory as `part`, and turns [PROGRAMS]
-    int64: zero at first. deltas [ranks] int64: bytes from our memory to that of each rank. N is at most PROGRAMS.
+    flags [ranks, PROGRAMS] int64, in the same memory as `part` and words, and turns [PROGRAMS] int64: zero at first.
+    N is at most PROGRAMS.
     """
-    (n, h), ranks = residual.shape, len(deltas)
-    few = part.element_size() == 2 and h % 2 == 0 and part.numel() <= 2 * words.shape[1]
+    (n, h), (words, word_turns, deltas, rank) = residual.shape, peers
+    ranks, pairs = words.shape[1:]
+    few = part.element_size() == 2 and h % 2 == 0 and part.numel() <= 2 * pairs
     chunks = next_power_of_2(-(-h // 512))  # small programs: latency is what counts
-    if not few:  # else a word is of the same program whatever N: an old one never has the turn that it waits for
+    if not few:
         chunks = min(max(256 // n, 1), chunks)
     block = next_power_of_2(-(-h // chunks))
     chunks = -(-h // block)
     squares = torch.empty((n, chunks), dtype=torch.float32, device=residual.device)
     warps = min(max(block // 256, 1), 8)
     if few:
-        types = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
         _add_few_parts_kernel[(chunks, n)](
-            part.view(torch.int32), residual.view(torch.int32), squares, words, turns, deltas, h // 2,
-            RANK=rank, SIZE=ranks, BLOCK=block // 2, PAIRS=words.shape[1], TYPE=types[part.dtype], num_warps=warps,
-            **pdl(residual.device),
+            part, residual, squares, words, word_turns, deltas, h // 2, RANK=rank, SIZE=ranks, BLOCK=block // 2,
+            W=pairs, num_warps=warps, **pdl(residual.device),
         )  # fmt: skip
         return squares
     _add_parts_kernel[(chunks, n)](

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from nanovllm.kernels._triton import by_device, next_power_of_2, pdl, tl, triton, wait_for_inputs
 
 
-def embed_reference(ids: Tensor, weight: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """ids [N] int32 or int64, weight [V, H] of the ids from `start` on -> their rows [N, H], zeros for other ids, and
-    the sum of squares of each [N, 1] fp32."""
+def embed_reference(ids: Tensor, weight: Tensor, start: int, out: Tensor) -> Tensor:
+    """ids [N] int32 or int64, weight [V, H] of the ids from `start` on: their rows, zeros for other ids, in `out`
+    [N, H] -> the sum of squares of each [N, 1] fp32."""
     i = ids - start
     mine = (i >= 0) & (i < weight.shape[0])
-    x = F.embedding(i.where(mine, 0), weight).masked_fill_(~mine[:, None], 0)
-    return x, x.float().square().sum(1, keepdim=True)
+    out.copy_(F.embedding(i.where(mine, 0), weight).masked_fill_(~mine[:, None], 0))
+    return out.float().square().sum(1, keepdim=True)
 
 
 @triton.jit
@@ -34,9 +34,8 @@ def _embed_kernel(ids, weight, out, squares, start, share, H: tl.constexpr, BLOC
     tl.store(squares + n, tl.sum(f * f, 0))
 
 
-def embed_triton(ids: Tensor, weight: Tensor, start: int) -> tuple[Tensor, Tensor]:
+def embed_triton(ids: Tensor, weight: Tensor, start: int, out: Tensor) -> Tensor:
     n, (share, h) = len(ids), weight.shape
-    out = torch.empty((n, h), dtype=weight.dtype, device=ids.device)
     squares = torch.empty((n, 1), dtype=torch.float32, device=ids.device)
     block = next_power_of_2(h)
     if n:
@@ -44,7 +43,7 @@ def embed_triton(ids: Tensor, weight: Tensor, start: int) -> tuple[Tensor, Tenso
             ids, weight, out, squares, start, share, H=h, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
             **pdl(ids.device),
         )  # fmt: skip
-    return out, squares
+    return squares
 
 
 embed = by_device(embed_triton, embed_reference)

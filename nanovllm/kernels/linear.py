@@ -178,7 +178,8 @@ class Tile(NamedTuple):
 
 def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, device: torch.device) -> Tile:
     """Splits: so that programs fill the GPU and none has much more to do. Stages: as many as help and as fit. Found by
-    descent along each field, measured in the step of 0.6B at 4, 16, 64, 96 to 256 rows and of 8B at 16 and 64."""
+    descent along each field, measured in the step of 0.6B at 4, 16, 64, 96 to 256 rows and of 8B at 16, its half too,
+    and 64."""
     few = m <= 16
     rows = 16 if few else 64
     wide = m > _MOST_ROWS or (add and n > 2048) or (few and not silu and n > 4096)
@@ -191,7 +192,8 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
     programs, read, length = tiles * splits, columns * (2 if silu else 1), k // splits
     ahead = 0
     if few:
-        ahead = 1 << min((32768 if silu else 65536) // (itemsize * read), length).bit_length() - 1
+        half = silu and (k <= 2048 or programs > 256)
+        ahead = 1 << min((32768 if half else 65536) // (itemsize * read), length).bit_length() - 1
     if silu:
         wanted = 4 if few else 6
     elif m > _MOST_ROWS:

@@ -20,6 +20,7 @@ from nanovllm.kernels._triton import (
     triton,
     wait_for_inputs,
 )
+from nanovllm.kernels.all_reduce import Words, receive_words, send_words
 
 _M32 = 0xFFFFFFFF
 _LOG2E = tl.constexpr(math.log2(math.e))
@@ -76,10 +77,11 @@ def _mix32(x):
 @triton.jit(do_not_specialize=["tiles"])
 def _sample_kernel(
     logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids, counters,
-    stride, vocab, offset, tiles, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+    words, turns, deltas, stride, vocab, offset, tiles, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr,
+    RANK: tl.constexpr, SIZE: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (chunk, row): the best of `tiles` tiles of BLOCK logits; the last of a row to arrive takes the best of
-    its chunks, and counters are zero before and after. With noise, scores are in units of log2:
+    its chunks, then of all ranks, and counters are zero before and after. With noise, scores are in units of log2:
     logit / T * log2(e) - log2(-log2(1 - u)) orders tokens as logit / T - log(-log(1 - u)) does."""
     row = tl.program_id(1).to(tl.int64)
     chunks = tl.num_programs(0)
@@ -118,7 +120,26 @@ def _sample_kernel(
         all_scores = tl.load(scores + row * chunks + c, mask=c < chunks, other=float("-inf"), cache_modifier=".cg")
         all_ids = tl.load(ids + row * chunks + c, mask=c < chunks, other=2147483647, cache_modifier=".cg")
         top = tl.max(all_scores, 0)
-        token_id = tl.min(tl.where(all_scores == top, all_ids, 2147483647), 0).to(tl.int64) + offset
+        token_id = tl.min(tl.where(all_scores == top, all_ids, 2147483647), 0) + offset
+        if SIZE > 1:
+            two = tl.arange(0, 2)
+            turn = tl.load(turns + row * 2 + two) + 1
+            own = tl.where(two == 0, top.to(tl.int32, bitcast=True), token_id)
+            send_words(own, words, deltas, row * 2 + two, two < 2, turn, RANK, SIZE, W)
+            for rank in tl.static_range(SIZE):
+                pair = own
+                if rank != RANK:
+                    pair = receive_words(words, rank, row * 2 + two, two < 2, turn, SIZE, W)
+                score = tl.sum(tl.where(two == 0, pair, 0), 0).to(tl.float32, bitcast=True)
+                its_id = tl.sum(tl.where(two == 1, pair, 0), 0)
+                if rank > 0:
+                    its_id = tl.where(score > top, its_id, token_id)
+                    score = tl.maximum(score, top)
+                top = score
+                token_id = its_id
+            tl.debug_barrier()  # all threads have read the turn
+            tl.store(turns + row * 2 + two, turn)
+        token_id = token_id.to(tl.int64)
         tl.store(out_ids + row, token_id)
         if last_tokens is not None:
             tl.store(last_tokens + r, token_id)
@@ -135,8 +156,10 @@ def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int
 def sample_with_scores_triton(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor | None = None,
     last_tokens: Tensor | None = None, out: Tensor | None = None, vocab_offset: int = 0,
-    config: tuple[int, int, int] | None = None,
+    config: tuple[int, int, int] | None = None, peers: Words | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """peers: what other ranks have of the vocabulary counts, too. All ranks call it then, with the same rows; W is
+    twice the most there can be, and on a GPU one program of each row must find room at once."""
     (batch, vocab), device = logits.shape, logits.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if logits.is_cuda else 1
     block, tiles, warps = config or sampling_config(batch, vocab, num_sms)
@@ -148,9 +171,11 @@ def sample_with_scores_triton(
     if batch:
         _sample_kernel[(chunks, batch)](
             logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids,
-            arrival_counters(device), logits.stride(0), vocab, vocab_offset, tiles,
+            arrival_counters(device), *(peers[:3] if peers else (ids, ids, ids)), logits.stride(0), vocab, vocab_offset,
             # one size for all numbers of tiles
-            BLOCK=block, BLOCK_C=next_power_of_2(-(-vocab // block)), num_warps=warps, **pdl(device),
+            tiles, BLOCK=block, BLOCK_C=next_power_of_2(-(-vocab // block)), num_warps=warps,
+            RANK=peers.rank if peers else 0, SIZE=len(peers.deltas) if peers else 1,
+            W=peers.words.shape[2] if peers else 0, **pdl(device),
         )  # fmt: skip
     return out_scores, out_ids
 

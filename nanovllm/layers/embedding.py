@@ -28,8 +28,14 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Stream:
         """[N] -> the residual stream that they begin, [N, hidden]."""
-        x, squares = embed(ids, self.weight, self.start)
-        return Stream(x, squares) if self.parallel.size == 1 else Stream(self.parallel.all_reduce(x))
+        parallel, sums = self.parallel, self.parallel.sums
+        x = self.weight.new_empty(len(ids), self.hidden_size)
+        if sums and (part := sums.part(x, first=True)) is not None:
+            x.zero_()
+            embed(ids, self.weight, self.start, part)
+            return Stream(x, sums.add(part, x))
+        squares = embed(ids, self.weight, self.start, x)
+        return Stream(x, squares) if parallel.size == 1 else Stream(parallel.all_reduce(x))
 
     def load(self, checkpoint: Checkpoint, name: str) -> None:
         checkpoint.read(self.weight, f"{name}.weight", (self.vocab_size, self.hidden_size), 0, self.start)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.sampling import sample, sample_with_scores
+from nanovllm.kernels.sampling import sample, sample_with_scores, sample_with_scores_triton
 from nanovllm.utils.packing import to_device
 from nanovllm.utils.parallel import Parallel
 
@@ -37,8 +37,12 @@ class Sampler:
 
         rows [B]: where each has its temperature and seed, and its place in `last_tokens`, which is written too.
         """
+        sums = self.parallel.sums
         if self.parallel.size == 1:
             return sample(logits, temperatures, seeds, positions, rows, last_tokens, out)
+        if sums and 2 * len(rows) <= len(sums.best.turns):
+            args = (logits, temperatures, seeds, positions, rows, last_tokens, out, self.vocab_start)
+            return sample_with_scores_triton(*args, peers=sums.best)[1]
         scores, ids = sample_with_scores(logits, temperatures, seeds, positions, rows, vocab_offset=self.vocab_start)
         every = self.parallel.all_gather(torch.stack([scores.double(), ids.double()]))
         best = every[:, 0].argmax(0, keepdim=True)  # the first of equals: the lowest id

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanovllm.kernels.all_reduce import PROGRAMS, add_parts_triton
+from nanovllm.kernels.all_reduce import PROGRAMS, Words, add_parts_triton
 from nanovllm.utils.peer_memory import PeerMemory
 
 CONNECT_TIMEOUT = timedelta(seconds=60)
 # Sums of at most so many bytes from all other ranks go through memory that all can read, instead of NCCL. Measured on
 # two H200s.
 PEER_BYTES = 8 << 20
-FLAG_BYTES = 2 << 20
+HEAD_BYTES = 6 << 20  # of flags and words: with two ranks, sums of up to 750 KiB are sent as words
+# Sampled rows of at most so many sequences are compared by their kernel: one program of each waits for other ranks.
+PEER_ROWS = 1024
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class Parallel:
                 return bool(self.minimum(int(mine), device))
 
             with suppress(OSError):
-                self.sums = PeerSums(PeerMemory(FLAG_BYTES + 2 * PEER_BYTES, self.rank, devices, folder, agree), agree)
+                self.sums = PeerSums(PeerMemory(HEAD_BYTES + 3 * PEER_BYTES, self.rank, devices, folder, agree), agree)
             return
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
@@ -64,7 +66,6 @@ class Parallel:
         """Sum of `x` over the ranks, in place."""
         if self.size == 1:
             return x
-        self._meet()
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
         _finish(self.group.allreduce([x], options))
@@ -72,17 +73,11 @@ class Parallel:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """[...] -> [size, ...]."""
-        self._meet()
         every = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
         _finish(self.group._allgather_base(every, x, options))
         return every.view(self.size, *x.shape)
-
-    def _meet(self) -> None:
-        """Where all ranks meet, nobody reads a part of a sum any more."""
-        if self.sums:
-            self.sums.half = 0
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of any rank."""
@@ -111,40 +106,47 @@ class Parallel:
 class PeerSums:
     """Adds up what the ranks have written into memory that all of them see, by a kernel of ours.
 
-    memory: FLAG_BYTES for flags and words, then two halves for parts of sums. agree: as for `PeerMemory`.
+    memory: HEAD_BYTES for flags and words, then three regions for parts of sums. agree: as for `PeerMemory`.
+    best: of `sample`, for at most PEER_ROWS rows.
     """
 
     def __init__(self, memory: PeerMemory, agree: Callable[[bool], bool]) -> None:
-        self.memory, self.rank, self.size, self.half = memory, memory.rank, len(memory.addresses), 0
+        self.memory, rank, size, self.region = memory, memory.rank, len(memory.addresses), 0
         bytes_ = memory.tensor()
-        self.head = bytes_[:FLAG_BYTES].view(torch.int64)
-        flags, words = self.head.chunk(2)
-        self.flags = flags[: self.size * PROGRAMS].view(self.size, PROGRAMS)
-        self.words = words[: len(words) // (2 * self.size) * 2 * self.size].view(2, self.size, -1)
-        self.parts = bytes_[FLAG_BYTES:].view(2, (len(bytes_) - FLAG_BYTES) // 2)
+        self.head = bytes_[:HEAD_BYTES].view(torch.int64)
+        sizes = [size * PROGRAMS, 4 * size * PEER_ROWS]
+        flags, best, words = self.head.split([*sizes, len(self.head) - sum(sizes)])
+        self.flags = flags.view(size, PROGRAMS)
+        self.parts = bytes_[HEAD_BYTES:].view(3, (len(bytes_) - HEAD_BYTES) // 3)
         self.head.zero_()
-        self.turns = torch.zeros_like(self.flags[0])
-        own = memory.addresses[self.rank]
-        self.deltas = torch.tensor([address - own for address in memory.addresses], device=bytes_.device)
-        self.answer = torch.cat((torch.full(flags.shape, 1 << 62), torch.full(words.shape, -1)))
+        own = memory.addresses[rank]
+        deltas = torch.tensor([address - own for address in memory.addresses], device=bytes_.device)
+        each = len(words) // (2 * size) // 2 * 2  # of 16 bytes
+        self.turns, word_turns, best_turns = (
+            torch.zeros(n, dtype=torch.int64, device=bytes_.device) for n in (PROGRAMS, each, 2 * PEER_ROWS)
+        )
+        self.words = Words(words[: 2 * size * each].view(2, size, each), word_turns, deltas, rank)
+        self.best = Words(best.view(2, size, 2 * PEER_ROWS), best_turns, deltas, rank)
+        self.answer = torch.cat((torch.full(flags.shape, 1 << 62), torch.full((len(best) + len(words),), -1)))
         if self.flags.is_cuda:
             self.answer = self.answer.pin_memory()
         self.ended, self.thread = threading.Event(), threading.Thread(target=self._keep_answering, daemon=True)
         agree(True)  # all flags are zero
 
-    def part(self, x: torch.Tensor) -> torch.Tensor | None:
+    def part(self, x: torch.Tensor, first: bool = False) -> torch.Tensor | None:
         """Where this rank writes its part of a sum that `add` is to add to `x` [N, H]; `None` if it is too large.
 
-        Halves of the memory alternate, from the first one on after each collective, where all ranks meet.
+        first: of a pass, which has a region of its own; the others alternate between two. A pass has an odd number of
+        sums, so that its last one has another region than the first of the next.
         """
-        if x.nbytes * (self.size - 1) > self.parts.shape[1] or len(x) > PROGRAMS:
+        if x.nbytes * (len(self.flags) - 1) > self.parts.shape[1] or len(x) > PROGRAMS:
             return None
-        self.half = 1 - self.half
-        return self.parts[self.half, : x.nbytes].view(x.dtype).view(x.shape)
+        self.region = 0 if first else 1 + self.region % 2
+        return self.parts[self.region, : x.nbytes].view(x.dtype).view(x.shape)
 
     def add(self, part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """x += the sum of all ranks' `part`, in place; sums of squares of parts of its rows [N, parts], fp32."""
-        return add_parts_triton(part, x, self.flags, self.turns, self.deltas, self.rank, self.words[self.half])
+        return add_parts_triton(part, x, self.flags, self.turns, self.words)
 
     def answer_for_the_dead(self) -> None:
         """What waits for another rank on our GPU ends, with rubbish."""

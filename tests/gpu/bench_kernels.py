@@ -136,8 +136,8 @@ def truncate_case(rows: int, k: int, p: float, dtype: torch.dtype = torch.bfloat
 
 def small_cases(rows: int) -> list[Case]:
     def embed(seed: int) -> Call:
-        ids, weight = torch.randint(VOCAB, (rows,), device="cuda"), rand(VOCAB, HIDDEN)
-        return lambda: embedding.embed_triton(ids, weight, 0)
+        ids, weight, out = torch.randint(VOCAB, (rows,), device="cuda"), rand(VOCAB, HIDDEN), rand(rows, HIDDEN)
+        return lambda: embedding.embed_triton(ids, weight, 0, out)
 
     def rms_norm(seed: int) -> Call:
         x, w = rand(rows, HIDDEN), rand(HIDDEN)

@@ -31,6 +31,7 @@ def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Small sums through memory that all ranks see, or everything through NCCL."""
     if request.param == "nccl":
         monkeypatch.setattr(parallel, "PEER_BYTES", 0)
+        monkeypatch.setattr(parallel, "PEER_ROWS", 0)
         monkeypatch.setattr(worker, "serve", rank_faults.serve_with_nccl_alone)
     return request.param
 

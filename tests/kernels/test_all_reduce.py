@@ -1,12 +1,13 @@
-"""Sum over ranks, residual and squares, against the plain reference. The ranks share a device; they take turns and find
-the flags of the others set, or on a GPU run at once, each in a stream of its own."""
+"""What ranks send each other: sums with residual and squares, and sampled ids, against the plain references. The ranks
+share a device; they take turns and find what the others send, or on a GPU run at once, each in a stream of its own."""
 
 import pytest
 import torch
 from common import DEVICE, DTYPES, assert_close, randn
 
 from nanovllm.kernels.all_reduce import add_parts_reference
-from nanovllm.utils.parallel import FLAG_BYTES, PeerSums
+from nanovllm.kernels.sampling import sample, sample_with_scores_triton
+from nanovllm.utils.parallel import HEAD_BYTES, PeerSums
 
 CUDA = DEVICE == "cuda"
 PART_BYTES = 1 << 20
@@ -22,11 +23,16 @@ class Memory:
         return self.rows[self.rank]
 
 
+def sent(bits: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+    """int32 -> the words of this turn."""
+    return (turn & 0x3FFFFFFF | 0x40000000) << 32 | bits.long() & 0xFFFFFFFF
+
+
 class Ranks:
     """`size` ranks on one device."""
 
     def __init__(self, size: int) -> None:
-        rows = torch.zeros(size, FLAG_BYTES + 2 * PART_BYTES, dtype=torch.uint8, device=DEVICE)
+        rows = torch.zeros(size, HEAD_BYTES + 3 * PART_BYTES, dtype=torch.uint8, device=DEVICE)
         self.sums = [PeerSums(Memory(rows, rank), lambda mine: mine) for rank in range(size)]
         self.streams = [torch.cuda.Stream() for _ in range(size)] if CUDA else []
 
@@ -48,21 +54,22 @@ class Ranks:
 
     def add_in_turn(self, rank: int, part: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         ours, pairs = self.sums[rank], part.numel() // 2
-        few, turn = part.element_size() == 2 and pairs <= ours.words.shape[2], ours.turns[0] + 1
-        sent = (turn & 0x3FFFFFFF | 0x40000000) << 32
+        words, turns, *_ = ours.words
+        few, turn = part.element_size() == 2 and pairs <= len(turns), turns[:pairs] + 1
+        here, word = turn % 2, torch.arange(pairs, device=DEVICE)
         others = [other for other in range(len(self.sums)) if other != rank]
         ours.flags[:] = ours.turns + 1  # the others are there
         for other in others:
             self.sums[other].flags[rank] = 0
             if few:
-                two = self.shared[other].reshape(-1).view(torch.int32).long() & 0xFFFFFFFF
-                ours.words[ours.half, other, :pairs] = sent | two
+                words[here, other, word] = sent(self.shared[other].reshape(-1).view(torch.int32), turn)
         squares = ours.add(part, residual)
         programs = squares.numel()
+        assert not few or torch.equal(turns[:pairs], turn)
         for sums in (self.sums[other] for other in others):
             if few:
-                own = part.reshape(-1).view(torch.int32).long() & 0xFFFFFFFF
-                assert torch.equal(sums.words[ours.half, rank, :pairs], sent | own)
+                own = sent(part.reshape(-1).view(torch.int32), turn)
+                assert torch.equal(sums.words.words[here, rank, word], own)
             else:  # they have been told which turn of ours it was
                 assert torch.equal(sums.flags[rank][:programs], ours.turns[:programs])
             assert not sums.flags[rank][0 if few else programs :].any()
@@ -92,15 +99,48 @@ def test_every_rank_gets_the_same_sum_and_its_squares(size: int, n: int, h: int,
 
 @pytest.mark.skipif(not CUDA, reason="ranks that really wait for each other")
 def test_calls_of_all_sizes_one_after_the_other() -> None:
-    ranks = Ranks(2)
     g = torch.Generator().manual_seed(0)
-    for call in range(200):
+    ranks = Ranks(2)
+    for call in range(202):
         # one after the other first: no kernel can be loaded while another one waits
-        n = (1, 100, 256)[call] if call < 3 else int(torch.randint(1, 256, (1,), generator=g))
+        n = (1, 500)[call] if call < 2 else int(torch.randint(1, 500, (1,), generator=g))
         parts = randn(2, n, 1024, dtype=torch.bfloat16, seed=call)
         residuals = [randn(n, 1024, dtype=torch.bfloat16, seed=call + 1000) for _ in range(2)]
         expected = residuals[0].clone()
         add_parts_reference(list(parts), expected)
-        ranks.add(parts, residuals, at_once=call >= 3)
+        ranks.add(parts, residuals, at_once=call >= 2)
         assert_close(residuals[0], expected)
         assert torch.equal(residuals[0], residuals[1])
+
+
+def sampler_inputs(rows: int, vocab: int, call: int) -> tuple[torch.Tensor, ...]:
+    logits = randn(rows, vocab, dtype=torch.bfloat16, seed=call)
+    logits[::3] = logits[::3].round()  # many equals: the lowest id wins
+    temperatures = torch.tensor([0.0, 0.8], device=DEVICE).repeat(rows)[:rows]
+    return logits, temperatures, torch.arange(rows, device=DEVICE), torch.full((rows,), call, device=DEVICE)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_best_of_all_ranks_is_that_of_the_whole_vocabulary(size: int) -> None:
+    """A rank finds what the others have sent before: `last` of them wrote it there when its own turn came."""
+    ranks, rows, share = Ranks(size), 5, 400
+    for call in range(4):
+        logits, *args = sampler_inputs(rows, size * share, call)
+        expected = sample(logits, *args)
+        shares = [logits[:, rank * share : (rank + 1) * share] for rank in range(size)]
+        for rank, sums in enumerate(ranks.sums):
+            words, turns, *_ = sums.best
+            turn = turns[0] + 1
+            for other in range(size):  # in units of the kernel: as it has them before they become nats
+                score, ids = sample_with_scores_triton(shares[other], *args, vocab_offset=other * share)
+                score = torch.where(args[0] > 0, (score - 0.36651292) * 1.4426950408889634, score)
+                two = torch.stack([score.view(torch.int32), ids.int()], 1).flatten()
+                words[turn % 2, other, : 2 * rows] = sent(two, turn) if other != rank else 0
+            _, ids = sample_with_scores_triton(shares[rank], *args, vocab_offset=rank * share, peers=sums.best)
+            assert torch.equal(ids, expected)
+            for other, theirs in enumerate(ranks.sums):
+                if other != rank:
+                    got = theirs.best.words[turn % 2, rank, : 2 * rows]
+                    assert (got >> 32 == turn | 0x40000000).all()
+                    own = sample_with_scores_triton(shares[rank], *args, vocab_offset=rank * share)[1]
+                    assert torch.equal(got[1::2] & 0xFFFFFFFF, own)
