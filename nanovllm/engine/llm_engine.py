@@ -12,7 +12,7 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 import struct
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -337,8 +337,9 @@ class LLMEngine:
             return False
 
 
-def _check_ids(name: str, ids: Collection[Any], vocab_size: int) -> Collection[int]:
+def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> list[int]:
     """`ids` as plain integers."""
+    ids = list(ids)
     with suppress(OverflowError):  # at the speed of C; else find the bad one, or integers of another type
         plain = ids and countOf(map(type, ids), int) == len(ids)
         if plain and np.frombuffer(array("I", ids), np.uint32).max() < vocab_size:

@@ -136,8 +136,8 @@ class PeerSums:
     def part(self, x: torch.Tensor, first: bool = False) -> torch.Tensor | None:
         """Where this rank writes its part of a sum that `add` is to add to `x` [N, H]; `None` if it is too large.
 
-        first: of a pass, which has a region of its own; the others alternate between two. A pass has an odd number of
-        sums, so that its last one has another region than the first of the next.
+        first: of a pass, which has a region of its own; the others alternate between two. A pass has three, five or
+        more sums, so two one after the other never have the same region.
         """
         if x.nbytes * (len(self.flags) - 1) > self.parts.shape[1] or len(x) > PROGRAMS:
             return None
