@@ -11,14 +11,13 @@ Invariant: a block is free exactly when no block table holds it, and content tha
 blocks are registered, and a sequence writes behind them.
 """
 
-from array import array
 from collections import OrderedDict
 from dataclasses import dataclass
 from itertools import count
 
 import xxhash
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, pack_ids
 
 
 @dataclass(slots=True)
@@ -122,6 +121,6 @@ class BlockManager:
         size, done = self.block_size, len(seq.block_hashes)
         digest = seq.block_hashes[-1][0] if done else 0
         for i in range(done, seq.num_tokens // size):
-            content = array("I", seq.token_ids[i * size : (i + 1) * size]).tobytes()
+            content = pack_ids(seq.token_ids[i * size : (i + 1) * size]).tobytes()
             digest = xxhash.xxh64_intdigest(digest.to_bytes(8, "little") + content)
             seq.block_hashes.append((digest, content))

@@ -10,7 +10,6 @@ have not ended. An error in a step ends all of them, and nothing that the step w
 """
 
 import struct
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,12 +21,11 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Batch, Scheduler
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, pack_ids
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
 from nanovllm.utils.checks import is_integer, reject_unknown
@@ -342,7 +340,7 @@ def _check_ids(name: str, ids: Iterable[Any], vocab_size: int) -> list[int]:
     ids = list(ids)
     with suppress(OverflowError):  # at the speed of C; else find the bad one, or integers of another type
         plain = ids and countOf(map(type, ids), int) == len(ids)
-        if plain and np.frombuffer(array("I", ids), np.uint32).max() < vocab_size:
+        if plain and pack_ids(ids).max() < vocab_size:
             return ids
     for token_id in ids:
         if not is_integer(token_id):

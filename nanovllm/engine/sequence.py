@@ -6,10 +6,13 @@ Invariant: the K/V of `token_ids[:num_cached_tokens]` are in the blocks of `bloc
 that was launched has run.
 """
 
+from array import array
 from collections.abc import Iterable
 from enum import Enum, auto
 from itertools import count
 from typing import Any
+
+import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
 
@@ -167,3 +170,8 @@ class Sequence:
         self.is_prefill = isinstance(last_state, list)
         self.token_ids = last_state if self.is_prefill else []
         self.last_token = last_state[-1] if self.is_prefill and last_state else last_state
+
+
+def pack_ids(ids: list[int]) -> np.ndarray:
+    """[N] uint32; `OverflowError` for an id that is negative or too large. By `array`: numpy takes twice as long."""
+    return np.frombuffer(array("I", ids), np.uint32)

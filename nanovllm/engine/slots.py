@@ -6,14 +6,13 @@ not choose which sequence has which row: that is `Sequence.slot`. Invariant: in 
 as the steps launched so far leave it.
 """
 
-from array import array
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Sequence, pack_ids
 from nanovllm.utils.context import Context
 from nanovllm.utils.packing import to_device
 
@@ -57,7 +56,7 @@ class Slots:
         seeds, ids, positions, slot_mapping, rows, lens, starts, last, temperatures, block_tables = to_device(
             [
                 np.array([seq.seed for seq in seqs], dtype=np.int64),
-                np.concatenate([np.frombuffer(array("I", seq.scheduled_token_ids), np.int32) for seq in seqs]),
+                np.concatenate([pack_ids(seq.scheduled_token_ids) for seq in seqs]).view(np.int32),
                 np.concatenate(ranges),
                 np.concatenate(stores),
                 np.array([seq.slot for seq in seqs], dtype=np.int32),

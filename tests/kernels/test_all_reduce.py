@@ -122,25 +122,27 @@ def sampler_inputs(rows: int, vocab: int, call: int) -> tuple[torch.Tensor, ...]
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_best_of_all_ranks_is_that_of_the_whole_vocabulary(size: int) -> None:
-    """A rank finds what the others have sent before: `last` of them wrote it there when its own turn came."""
+    """A rank finds what the others send, and afterwards they have what it has found in its own share."""
     ranks, rows, share = Ranks(size), 5, 400
     for call in range(4):
         logits, *args = sampler_inputs(rows, size * share, call)
         expected = sample(logits, *args)
         shares = [logits[:, rank * share : (rank + 1) * share] for rank in range(size)]
+        own = []
+        for rank, part in enumerate(shares):
+            score, ids = sample_with_scores_triton(part, *args, vocab_offset=rank * share)
+            # in units of the kernel: as it has them before they become nats
+            score = torch.where(args[0] > 0, (score - 0.36651292) * 1.4426950408889634, score)
+            own.append(torch.stack([score.view(torch.int32), ids.int()], 1).flatten())
         for rank, sums in enumerate(ranks.sums):
             words, turns, *_ = sums.best
             turn = turns[0] + 1
-            for other in range(size):  # in units of the kernel: as it has them before they become nats
-                score, ids = sample_with_scores_triton(shares[other], *args, vocab_offset=other * share)
-                score = torch.where(args[0] > 0, (score - 0.36651292) * 1.4426950408889634, score)
-                two = torch.stack([score.view(torch.int32), ids.int()], 1).flatten()
-                words[turn % 2, other, : 2 * rows] = sent(two, turn) if other != rank else 0
+            for other in range(size):
+                words[turn % 2, other, : 2 * rows] = sent(own[other], turn) if other != rank else 0
             _, ids = sample_with_scores_triton(shares[rank], *args, vocab_offset=rank * share, peers=sums.best)
             assert torch.equal(ids, expected)
             for other, theirs in enumerate(ranks.sums):
                 if other != rank:
                     got = theirs.best.words[turn % 2, rank, : 2 * rows]
                     assert (got >> 32 == turn | 0x40000000).all()
-                    own = sample_with_scores_triton(shares[rank], *args, vocab_offset=rank * share)[1]
-                    assert torch.equal(got[1::2] & 0xFFFFFFFF, own)
+                    assert torch.equal(got[1::2] & 0xFFFFFFFF, own[rank][1::2].long())
