@@ -215,6 +215,8 @@ def all_cases() -> list[Case]:
         decode_case("16 x 768", [768] * 16, 16, "", many),
         decode_case("1 x 2000", [2000], 28, "8 us", one),
         decode_case("1 x 400", [400], 28, "", one),
+        decode_case("1 x 32000", [32000], 4, "", one),
+        decode_case("16 x 8000", [8000] * 16, 2, "", many),
         prefill_case("16 x 1000", [1000] * 16, 1000, "330 TFLOP/s"),
         prefill_case("2 x 8000", [8000] * 2, 8000, "450 TFLOP/s"),
         prefill_case("32 x 64 after 2048", [2112] * 32, 64),
