@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.config import Config
+from nanovllm.utils.checks import _rules
 
 NAN, INF = math.nan, math.inf
 GOOD: dict[str, list[Any]] = {
@@ -93,6 +95,15 @@ def test_every_field_is_covered_here_with_its_documented_default() -> None:
         "allowed_token_ids": None, "bad_words": None, "seed": None, "n": 1, "logprobs": None, "prompt_logprobs": None,
         "detokenize": True, "skip_special_tokens": True,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [SamplingParams, Config])
+def test_defaults_would_pass_the_checks_that_they_are_spared(options: type) -> None:
+    for name, rule, is_optional, default in _rules(options):
+        if default is None:
+            assert is_optional, name
+        else:
+            assert rule.allows(default) and type(rule.convert(default)) is type(default), name
 
 
 @pytest.mark.parametrize(("name", "value"), cases(GOOD))

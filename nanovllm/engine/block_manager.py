@@ -120,7 +120,8 @@ class BlockManager:
         """Extend `seq.block_hashes` to all full blocks: xxh64(parent hash ‖ ids)."""
         size, done = self.block_size, len(seq.block_hashes)
         digest = seq.block_hashes[-1][0] if done else 0
-        for i in range(done, seq.num_tokens // size):
-            content = pack_ids(seq.token_ids[i * size : (i + 1) * size]).tobytes()
+        new = pack_ids(seq.token_ids[done * size : seq.num_tokens // size * size]).tobytes()
+        for start in range(0, len(new), 4 * size):
+            content = new[start : start + 4 * size]
             digest = xxhash.xxh64_intdigest(digest.to_bytes(8, "little") + content)
             seq.block_hashes.append((digest, content))

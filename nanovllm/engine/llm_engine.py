@@ -204,7 +204,8 @@ class LLMEngine:
         vocab_size = self.config.hf.vocab_size
         token_ids = _check_ids("prompt", prompt, vocab_size)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-            _check_ids(name, getattr(params, name) or (), vocab_size)
+            if given := getattr(params, name):
+                _check_ids(name, given, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             if (k := getattr(params, name) or 0) > vocab_size:
                 raise ValueError(f"{name}={k}: must be at most {vocab_size}, the size of the vocabulary")

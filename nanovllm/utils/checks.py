@@ -56,9 +56,9 @@ def check(values: Any, prefix: str = "") -> None:
 
     `None` is allowed where the type says so.
     """
-    for name, rule, is_optional in _rules(values.__class__):
+    for name, rule, is_optional, default in _rules(values.__class__):
         value = getattr(values, name)
-        if value is None and is_optional:
+        if value is default or (value is None and is_optional):  # defaults need no check, and are most fields
             continue
         if not rule.allows(value):
             fail(prefix + name, value, rule.words + ", or None" * is_optional)
@@ -79,8 +79,8 @@ def fail(name: str, value: object, words: str) -> NoReturn:
 
 
 @cache
-def _rules(cls: type) -> list[tuple[str, Rule, bool]]:
-    """Name, rule and whether `None` is allowed."""
-    annotated = [(f.name, *get_args(f.type)) for f in fields(cls) if hasattr(f.type, "__metadata__")]
-    flags = [(f.name, _FLAG, False) for f in fields(cls) if f.type is bool]
-    return [(name, rule, type(None) in get_args(kind)) for name, kind, rule in annotated] + flags
+def _rules(cls: type) -> list[tuple[str, Rule, bool, Any]]:
+    """Name, rule, whether `None` is allowed, default."""
+    annotated = [(f, *get_args(f.type)) for f in fields(cls) if hasattr(f.type, "__metadata__")]
+    flags = [(f.name, _FLAG, False, f.default) for f in fields(cls) if f.type is bool]
+    return [(f.name, rule, type(None) in get_args(kind), f.default) for f, kind, rule in annotated] + flags
