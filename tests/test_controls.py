@@ -174,6 +174,13 @@ def test_the_memory_of_controls_includes_what_truncation_collects(monkeypatch: A
     assert sum(sizes) + 128 * V * (2 + 4) <= Controls(Slots(128, 4, DEVICE), Parallel(), V, 50).num_bytes
 
 
+@pytest.mark.parametrize("truncate", [truncate_reference, truncate_triton])
+def test_a_top_p_that_fp32_cannot_hold_leaves_the_best_token(truncate: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(controls, "truncate", lambda x, t, k, p, m: truncate(x, t, k, p, t * m.log()))
+    row = changed(torch.tensor([1.0, 3.0, 3.0, *[0.0] * (V - 3)]), sequence({"top_p": 1e-46}))
+    assert row.isfinite().nonzero().tolist() == [[1]]
+
+
 def test_numbers_are_added_in_full_precision_to_logits_of_half() -> None:
     logits = torch.randn(V, dtype=torch.bfloat16) * 20
     row = changed(logits, sequence({"logit_bias": {3: 0.01}, "frequency_penalty": 0.01}))
