@@ -102,6 +102,8 @@ class LLMActor:
             elif isinstance(prompt, str):
                 prompt = self.llm.tokenizer.encode(prompt)
             given = {name: _whole(value) for name, value in row.items() if value is not None}
+            if bias := given.get("logit_bias"):  # pairs, or an object with the keys of all rows, as text
+                given["logit_bias"] = {int(key): value for key, value in dict(bias).items() if value is not None}
             return prompt, replace(self.params, **given)
         except Exception as error:  # whatever a template or a tokenizer raises must not end the job
             return ValueError(str(error))

@@ -180,6 +180,19 @@ def test_integers_that_pandas_has_made_floats_of_are_taken(actor: LLMActor) -> N
     assert "SamplingParams.top_k=1.5: must be an integer" in refused["error"]
 
 
+def test_a_logit_bias_is_an_object_or_a_map_of_arrow(actor: LLMActor) -> None:
+    prompts, biases = [[5, 6], [5, 6], [5, 6]], [{7: 1000.0}, {8: 1000.0, 9: 0.5}, None]
+    as_map = pa.array([bias and list(bias.items()) for bias in biases], pa.map_(pa.int32(), pa.float64()))
+    as_object = pa.array([bias and {str(key): value for key, value in bias.items()} for bias in biases])
+    [[*_, plain]] = call(actor, [{"prompt": [5, 6]}])
+    for column in (as_map, as_object):
+        results = asyncio.run(actor(pa.table({"prompt": prompts, "logit_bias": column}))).to_pylist()
+        assert [set(row["token_ids"]) for row in results[:2]] == [{7}, {8}]
+        assert results[2]["token_ids"] == plain["token_ids"]
+    [[refused]] = call(actor, [{"prompt": [5, 6], "logit_bias": {"seven": 1.0}}])
+    assert "'seven'" in refused["error"]
+
+
 def test_samples_and_log_probabilities_are_columns_where_a_row_asks_for_them(actor: LLMActor) -> None:
     asked = {"n": 3, "logprobs": 2, "max_tokens": 4, "seed": 5, "temperature": 1.0}
     [[row, plain]] = call(actor, [{"prompt": [5, 6], **asked}, {"prompt": [5, 6], **dict.fromkeys(asked)}])
