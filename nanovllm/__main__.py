@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from nanovllm import LLM, OutOfMemoryError, SamplingParams
 from nanovllm.config import Config
+from nanovllm.sampling_params import ids_from_text
 
 Json = dict[str, Any]  # an object
 
@@ -138,8 +139,8 @@ def add_line(llm: LLM, line: bytes, result: Json, params: SamplingParams, templa
         options = template_kwargs | item.get("chat_template_kwargs", {})
         [item["prompt"]] = llm.chat_prompts([item["messages"]], options)
     given = {name: item[name] for name in _SAMPLING & item.keys() if (name, item[name]) != ("seed", None)}
-    if isinstance(bias := given.get("logit_bias"), dict):  # JSON has strings for keys
-        given["logit_bias"] = {int(key) if key.isdecimal() else key: value for key, value in bias.items()}
+    if isinstance(bias := given.get("logit_bias"), dict):
+        given["logit_bias"] = ids_from_text(bias)
     return llm.add_request(item["prompt"], replace(params, **given))
 
 

@@ -15,7 +15,7 @@ from ray.data import ActorPoolStrategy, Dataset
 
 from nanovllm.errors import EngineError
 from nanovllm.llm import LLM
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, ids_from_text
 
 # Batches that an engine works on at once. A batch is done when its longest row is; until then the rows of the others
 # have to keep the engine full: that takes 1 + max_num_seqs / batch_size * (longest / mean output) batches.
@@ -96,17 +96,23 @@ class LLMActor:
             if (prompt is None) == (messages is None):
                 raise ValueError("a row needs a `prompt` or `messages`, and not both")
             if messages is not None:
-                # Arrow gives every message the keys of all
-                chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
-                [prompt] = self.llm.chat_prompts([chat], self.template_options)
+                [prompt] = self.llm.chat_prompts([[*map(_given, messages)]], self.template_options)
             elif isinstance(prompt, str):
                 prompt = self.llm.tokenizer.encode(prompt)
-            given = {name: _whole(value) for name, value in row.items() if value is not None}
-            if bias := given.get("logit_bias"):  # pairs, or an object with the keys of all rows, as text
-                given["logit_bias"] = {int(key): value for key, value in dict(bias).items() if value is not None}
+            given = {name: _whole(value) for name, value in _given(row).items()}
+            bias = given.get("logit_bias")
+            if isinstance(bias, list) and all(isinstance(pair, tuple) for pair in bias):  # a map of Arrow
+                bias = dict(bias)
+            if isinstance(bias, dict):
+                given["logit_bias"] = ids_from_text(_given(bias))
             return prompt, replace(self.params, **given)
         except Exception as error:  # whatever a template or a tokenizer raises must not end the job
             return ValueError(str(error))
+
+
+def _given(item: dict[str, Any]) -> dict[str, Any]:
+    """An object without nulls: Arrow gives each object of a column the keys of all."""
+    return {key: value for key, value in item.items() if value is not None}
 
 
 def _whole(value: Any) -> Any:

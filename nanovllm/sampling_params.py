@@ -28,6 +28,11 @@ def _is_bias(value: object) -> bool:
     return isinstance(value, dict) and all(_is_id(i) and is_finite(v) for i, v in value.items())
 
 
+def ids_from_text(bias: dict[Any, Any]) -> dict[Any, Any]:
+    """A `logit_bias` whose ids came as text, as in JSON; other keys stay, for the check to refuse."""
+    return {int(key) if isinstance(key, str) and key.isdecimal() else key: value for key, value in bias.items()}
+
+
 _PENALTY = real("a number in [-2, 2]", lambda p: -2 <= p <= 2)
 _WORDS = Rule("a list of strings, none of them empty or with a lone surrogate", lambda v: is_list(v, _is_text), list)
 _STOP = Rule(f"a string or {_WORDS.words}", lambda v: _is_text(v) or _WORDS.allows(v))
