@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.model_runner import ModelRunner, _graph_sizes
-from nanovllm.kernels.attention_decode import decode_config, decode_splits, paged_decode_reference
+from nanovllm.kernels.attention_decode import MOST_ROTATED, decode_config, decode_splits, paged_decode_reference
 from nanovllm.kernels.attention_prefill import paged_prefill_reference
 from nanovllm.layers import attention_backend
 from nanovllm.layers.attention_backend import (
@@ -230,8 +230,10 @@ def test_a_rehearsal_has_each_decode_kernel_that_a_graph_needs(kv_heads: int, gr
     """Those of a shared prefix are captured when they are first used: a request would wait for the compiler."""
 
     def kernel(batch: int, shared: bool) -> tuple[Any, ...]:
-        splits = 1 if shared else decode_splits(batch, kv_heads, 132)
-        return shared, splits > 1, decode_config(batch * kv_heads * splits, group, 128, 2, 132, torch.device("cpu"))
+        rotate = not shared and batch <= MOST_ROTATED
+        splits = 1 if shared else decode_splits(batch, kv_heads, rotate, 132)
+        programs, device = batch * kv_heads * splits, torch.device("cpu")
+        return shared, rotate, splits > 1, decode_config(programs, splits, group, 128, 2, rotate, 132, device)
 
     rehearsed = set()
     runner: Any = SimpleNamespace(

@@ -1,11 +1,16 @@
 """Decode attention over the paged cache: one query token a sequence, grouped heads, keys split over programs.
 
+Of few sequences it takes qkv as it comes from the product: norm, rotation and store of the new key need no launch then,
+and the first of the old keys are read while the product still runs. Many sequences have their programs run in turns,
+each of which would wait for its own query: a launch before is cheaper.
+
 A long sequence among few would leave most of the GPU idle, so several programs share its keys, and the last one to
 arrive combines their results. Heads that share a key head are rows of one tile: K and V are read once for all of them.
 Invariant: the launch depends on shapes alone and lengths are read on the device, so that it can be captured.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +18,19 @@ from torch.nn import functional as F
 
 from nanovllm.kernels._attention import attend, load_keys
 from nanovllm.kernels._triton import arrival_counters, by_device, dot, next_power_of_2, pdl, tl, triton, wait_for_inputs
+from nanovllm.kernels.rope import norm_rope_store_reference
 
 _MAX_SPLITS = 32
+MOST_ROTATED = 64  # sequences of which qkv is taken
+
+
+class Rotation(NamedTuple):
+    """What is still to be done with qkv [B, (Hq + 2 Hkv) D]; as for `norm_rope_store`, but there is a norm."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    cos_sin: Tensor
+    eps: float
 
 
 def paged_decode_reference(
@@ -36,6 +52,18 @@ def paged_decode_reference(
     grouped = q.reshape(batch, kv_heads, heads // kv_heads, dim)  # the group as query length: K and V are read once
     o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None], scale=scale).reshape(q.shape)
     return o.masked_fill((context_lens == 0)[:, None, None], 0)
+
+
+def rotated_decode_reference(
+    qkv: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
+    scale: float, rotation: Rotation,
+) -> Tensor:  # fmt: skip
+    """As `paged_decode_reference`, of qkv; stores K and V of each sequence's last token."""
+    last, block_size = context_lens - 1, k_cache.shape[1]
+    blocks = block_tables[rows.long(), last.clamp(min=0) // block_size]
+    slots = torch.where(last < 0, -1, blocks * block_size + last % block_size)
+    q = norm_rope_store_reference(qkv, *rotation[:3], last, slots, k_cache, v_cache, rotation.eps)
+    return paged_decode_reference(q, k_cache, v_cache, block_tables, rows, context_lens, scale)
 
 
 @triton.jit
@@ -64,36 +92,66 @@ def _combine(
 @triton.jit(do_not_specialize=["splits", "shared_splits"])
 def _decode_kernel(
     q, k_cache, v_cache, tables, rows, lens, out, partial, partial_lse, counters, shared_len, shared, shared_lse,
-    scale_log2, q_stride, table_stride, splits, shared_splits,
+    scale_log2, q_stride, table_stride, splits, shared_splits, q_weight, k_weight, cos_sin, eps,
     HK: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_G: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_G: tl.constexpr, SHARED: tl.constexpr, ROTATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, split, batch entry). How the keys are split depends on the length on the device, the grid does
     not. Of several splits the last to arrive combines all, in order; counters are zero before and after.
-    With SHARED (then one split) the first shared_len keys come as partial results in `shared`."""
+    With SHARED (then one split) the first shared_len keys come as partial results in `shared`.
+    With ROTATE (then not SHARED) q is qkv as it comes from the product; who has the last keys stores the new one."""
     hk = tl.program_id(0)
     split = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     g = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     head_mask = (g < G)[:, None] & (d < D)[None, :]
-    # lengths and tables are from before this layer's qkv product, so they are there: the kernel before this one, which
-    # stores k, lets it start only when all before that have ended
+    # Lengths, tables and the keys of earlier steps are there: this kernel may start beside products, but not before the
+    # attention of the layer before has its own inputs, or in the first layer the embedding.
     n = tl.load(lens + b)
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
-    wait_for_inputs(PDL)
-    qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
     per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), splits), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(n, per_split), 1)
+    first_key = tl.minimum(split, active - 1) * per_split
+    end = tl.minimum(first_key + per_split, n)
+    last = tl.maximum(n - 1, 0)
+    if ROTATE:  # row G of the tile of queries is the new key
+        half = tl.where(d < D // 2, D // 2, -(D // 2))
+        turn = cos_sin + last.to(tl.int64) * D + d % (D // 2)
+        cos = tl.load(turn, mask=d < D, other=0.0)[None, :]
+        sin = (tl.load(turn + D // 2, mask=d < D, other=0.0) * tl.where(d < D // 2, -1.0, 1.0))[None, :]
+        new_mask = (g <= G)[:, None] & (d < D)[None, :]
+        weight = tl.where(g < G, q_weight, k_weight)[:, None] + d[None, :]
+        w = tl.load(weight, mask=new_mask, other=0.0)
+        w_half = tl.load(weight + half[None, :], mask=new_mask, other=0.0)
+        slot = tl.load(table + last // BLOCK_SIZE).to(tl.int64) * BLOCK_SIZE + last % BLOCK_SIZE
+        k, v = load_keys(k_cache, v_cache, table, first_key, end, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+    wait_for_inputs(PDL)
     if split >= active:
         return
-    end = tl.minimum((split + 1) * per_split, n)
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if ROTATE:
+        src = q + b * q_stride
+        new = src + (tl.where(g < G, hk * G + g, HK * G + hk) * D)[:, None] + d[None, :]
+        x = tl.load(new, mask=new_mask, other=0.0)
+        x_half = tl.load(new + half[None, :], mask=new_mask, other=0.0)
+        v_new = tl.load(src + (HK * G + HK + hk) * D + d, mask=d < D, other=0.0)
+        x = x.to(tl.float32)
+        x_half = x_half.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        x = (x * (w.to(tl.float32) * cos) + x_half * (w_half.to(tl.float32) * sin)) * rstd
+        qt = x.to(k_cache.dtype.element_ty)
+        stored = d < tl.where(split == active - 1, tl.minimum(n, 1) * D, 0)
+        to = (slot * HK + hk) * D + d
+        tl.store(k_cache + to[None, :] + 0 * g[:, None], qt, mask=(g == G)[:, None] & stored[None, :])
+        tl.store(v_cache + to, v_new, mask=stored)
+        tl.debug_barrier()  # it is read like the others
+    else:
+        qt = tl.load(q + b * q_stride + (hk * G + g)[:, None] * D + d[None, :], mask=head_mask, other=0.0)
+    m = tl.full([BLOCK_M], -1e30, tl.float32)  # not -inf: padding has no keys
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head = b * HK * G + hk * G + g
-    first_key = split * per_split
     if SHARED:
         first_key = tl.load(shared_len)
         for shared_split in range(shared_splits):
@@ -107,6 +165,13 @@ def _decode_kernel(
             total = total * alpha + weight
             acc = acc * alpha[:, None] + value * weight[:, None]
             m = m_new
+    if ROTATE:
+        if last < first_key + BLOCK_N:  # the new key is one of the first
+            k, v = load_keys(k_cache, v_cache, table, first_key, n, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
+        s = dot(qt, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        s = tl.where((first_key + tl.arange(0, BLOCK_N) < end)[None, :], s, float("-inf"))
+        m, total, acc = attend(s, v, m, total, acc, scale_log2)
+        first_key += BLOCK_N
     for start in tl.range(first_key, end, BLOCK_N):
         valid = start + tl.arange(0, BLOCK_N) < end
         k, v = load_keys(k_cache, v_cache, table, start, end, hk, HK, D, BLOCK_SIZE, BLOCK_N, BLOCK_D)
@@ -125,48 +190,57 @@ def _decode_kernel(
             tl.store(counters + b * HK + hk, 0)
 
 
-def decode_splits(batch: int, num_kv_heads: int, num_sms: int) -> int:
-    """Programs that share a sequence's keys, a power of two up to 32: few sequences need two programs a multiprocessor,
-    more of them at most 4 programs each and not more than 8 a multiprocessor, to end at the same time."""
+def decode_splits(batch: int, num_kv_heads: int, rotate: bool, num_sms: int) -> int:
+    """Programs that share a sequence's keys, a power of two up to 32: at most 4 programs a multiprocessor with `rotate`
+    and of few sequences, else at most 4 programs each and not more than 8 a multiprocessor. Measured in the step of
+    0.6B and 8B and with half of their heads, 1 to 128 rows, lengths equal and ragged."""
     programs = max(batch * num_kv_heads, 1)
-    if programs <= num_sms // 2:
-        return min(next_power_of_2(2 * num_sms // programs), _MAX_SPLITS)
+    if rotate or programs <= num_sms // 2:
+        return min(1 << max(4 * num_sms // programs, 1).bit_length() - 1, _MAX_SPLITS)
     return next_power_of_2(min(max(8 * num_sms // programs, 1), 4))
 
 
 def decode_config(
-    programs: int, group: int, dim: int, itemsize: int, num_sms: int, device: torch.device
+    programs: int, splits: int, group: int, dim: int, itemsize: int, rotate: bool, num_sms: int, device: torch.device
 ) -> tuple[int, int, int]:
     """(keys a tile, warps, stages). The next kernel can only start beside this one where its tiles of K and V leave
     room: they take 8 KB each with few programs and, in groups of up to two heads, with many; else 16 KB, which alone is
-    faster. In the step of 0.6B and 8B that is worth 3 to 4 % at one row, in that of 0.6B 1 to 3 % from 160 rows on."""
+    faster. In the step of 0.6B and 8B that is worth 3 to 4 % at one row, in that of 0.6B 1 to 3 % from 160 rows on.
+    With `rotate` one tile more is in registers, and a program with few keys of its own needs no deep pipeline."""
     row = next_power_of_2(dim) * itemsize
-    small = programs <= 2 * num_sms or (group <= 2 and programs >= 9 * num_sms)
+    few, many = splits > 1 if rotate else programs <= 2 * num_sms, rotate or programs >= 9 * num_sms
+    small = few or (group <= 2 and many)
     keys = min(max((8192 if small or itemsize == 4 else 16384) // row, 16), 64)
     if itemsize == 4:
         return keys, 4, 3
+    if keys * row <= 8192:
+        return keys, 2, 4 if rotate and splits >= 8 else 5
     deep = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-    return keys, 2, 5 if keys * row <= 8192 else 4 if deep else 3
+    return keys, 2, 4 if deep and not rotate else 3
 
 
 def paged_decode_triton(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, rows: Tensor, context_lens: Tensor,
     scale: float, num_splits: int | None = None, config: tuple[int, int, int] | None = None,
-    prefix: tuple[Tensor, Tensor, Tensor] | None = None,
+    prefix: tuple[Tensor, Tensor, Tensor] | None = None, rotation: Rotation | None = None,
 ) -> Tensor:  # fmt: skip
     """num_splits: programs that share a sequence's keys, by default decode_splits.
     prefix: shared_len [1] int32, a multiple of the block size and at most every context_len but those of padding rows,
-    which then get some finite result, and the partial results of `shared_prefix_triton` for so many keys."""
-    (batch, heads, dim), (block_size, kv_heads), device = q.shape, k_cache.shape[1:3], q.device
+    which then get some finite result, and the partial results of `shared_prefix_triton` for so many keys.
+    rotation: q is qkv [B, (Hq + 2 Hkv) D], what is to be done with it; not together with `prefix`."""
+    (block_size, kv_heads, dim), device, batch = k_cache.shape[1:], q.device, len(q)
+    heads = q.shape[1] // dim - 2 * kv_heads if rotation else q.shape[1]
     counters = arrival_counters(device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
     if num_splits is None:
-        num_splits = decode_splits(batch, kv_heads, num_sms)
+        num_splits = decode_splits(batch, kv_heads, rotation is not None, num_sms)
     if batch * kv_heads > len(counters) or prefix:
         num_splits = 1
     group, block_d, programs = heads // kv_heads, max(16, next_power_of_2(dim)), batch * kv_heads * num_splits
-    block_n, warps, stages = config or decode_config(programs, group, dim, q.element_size(), num_sms, device)
+    block_n, warps, stages = config or decode_config(
+        programs, num_splits, group, dim, q.element_size(), rotation is not None, num_sms, device
+    )
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
     block_s = next_power_of_2(max(num_splits, _MAX_SPLITS))
     if batch:
@@ -174,11 +248,11 @@ def paged_decode_triton(
             q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
             counters, *(prefix or (context_lens, partial, partial)),
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
-            prefix[2].shape[2] if prefix else 0,
+            prefix[2].shape[2] if prefix else 0, *(rotation or (q, q, q, 0.0)),
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
-            BLOCK_M=max(16, next_power_of_2(group)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
+            BLOCK_M=max(16, next_power_of_2(group + bool(rotation))), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
-            SHARED=prefix is not None, num_warps=warps, num_stages=stages,
+            SHARED=prefix is not None, ROTATE=rotation is not None, num_warps=warps, num_stages=stages,
             **pdl(device),
         )  # fmt: skip
     return out

@@ -1,12 +1,14 @@
 """The attention layer: q/k norm, rotary embedding and KV store, then attention over the paged cache.
 
-It must not know how attention is computed, which is the backend's matter. Invariant: the K/V of all tokens of a step
-are stored before any is read, because sequences of one step may share blocks.
+It must not know how attention is computed, which is the backend's matter; in the decode of few sequences that is all of
+it. Invariant: the K/V of all tokens of a prefill are stored before any is read, because its sequences may share blocks;
+a decode reads no other sequence's new key.
 """
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.attention_decode import Rotation
 from nanovllm.kernels.norm import PendingNorm
 from nanovllm.kernels.rope import norm_rope_store
 from nanovllm.layers.attention_backend import AttentionBackend
@@ -27,16 +29,19 @@ class Attention(nn.Module):
         self.k_cache = self.v_cache = torch.empty(0)
 
     def forward(
-        self, qkv: Tensor, norm: PendingNorm | None, q_weight: Tensor | None, k_weight: Tensor | None, context: Context
+        self, qkv: Tensor, norm: PendingNorm | None, q_weight: Tensor, k_weight: Tensor, context: Context
     ) -> Tensor:
         """[N, (heads + 2 * kv_heads) * head_dim] -> [N, heads * head_dim].
 
-        norm: that of the layer's input, if it is still to be applied to qkv; weights of the q/k norms, if any.
+        norm: that of the layer's input, if it is still to be applied to qkv; weights of the q/k norms.
         """
-        # All K/V of the step are stored before any is read: sequences of one step may share blocks.
+        cache, rotation = (self.k_cache, self.v_cache), Rotation(q_weight, k_weight, self.rope, self.eps)
+        if norm is None and not context.is_prefill:
+            out = self.backend.decode_qkv(qkv, *cache, context, self.scale, rotation)
+            if out is not None:
+                return out.flatten(1)
         q = norm_rope_store(
-            qkv, q_weight, k_weight, self.rope, context.positions, context.slot_mapping,
-            self.k_cache, self.v_cache, self.eps, norm,
-        )  # fmt: skip
+            qkv, q_weight, k_weight, self.rope, context.positions, context.slot_mapping, *cache, self.eps, norm
+        )
         attend = self.backend.prefill if context.is_prefill else self.backend.decode
-        return attend(q, self.k_cache, self.v_cache, context, self.scale).flatten(1)
+        return attend(q, *cache, context, self.scale).flatten(1)

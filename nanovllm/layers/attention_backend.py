@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels._triton import LARGE_PREFILL
-from nanovllm.kernels.attention_decode import paged_decode, paged_decode_triton
+from nanovllm.kernels.attention_decode import MOST_ROTATED, Rotation, paged_decode, paged_decode_triton
 from nanovllm.kernels.attention_prefill import paged_prefill
 from nanovllm.kernels.attention_shared import shared_prefix_triton
 from nanovllm.utils.context import Context
@@ -41,6 +41,12 @@ class AttentionBackend(ABC):
     @abstractmethod
     def decode(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float) -> Tensor:
         """One token a sequence."""
+
+    def decode_qkv(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float, rotation: Rotation
+    ) -> Tensor | None:  # fmt: skip
+        """As `decode`, of qkv [N, (heads + 2 * kv_heads) * head_dim], whose K/V it stores; `None` if that is slower."""
+        return None
 
 
 class TorchBackend(AttentionBackend):
@@ -119,6 +125,15 @@ class TritonBackend(AttentionBackend):
             return paged_decode(q, *cache, context.context_lens, scale)
         prefix = (context.shared_len, *shared_prefix_triton(q, *cache, context.shared_len, scale))
         return paged_decode_triton(q, *cache, context.context_lens, scale, prefix=prefix)
+
+    def decode_qkv(
+        self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float, rotation: Rotation
+    ) -> Tensor | None:  # fmt: skip
+        # fp32 has no registers left
+        if len(qkv) > MOST_ROTATED or context.shared_len is not None or qkv.dtype == torch.float32:
+            return None
+        cache = (k_cache, v_cache, context.block_tables, context.rows)
+        return paged_decode_triton(qkv, *cache, context.context_lens, scale, rotation=rotation)
 
 
 class FlashAttentionBackend(AttentionBackend):
