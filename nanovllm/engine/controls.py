@@ -49,8 +49,7 @@ def _plan_rows(index: list[int], seqs: list[Sequence]) -> tuple[tuple[bool, ...]
         sorted({r for r, _ in allowed}), np.reshape(allowed, (-1, 2)).T,
         np.reshape([e[:2] for e in added], (-1, 2)).T, prefixes,
     ]  # fmt: skip
-    # a share that is 0 in fp32 would leave no token
-    floats = [[v for *_, v in added], *zip(*((max(p.top_p, 1e-30), p.min_p, *p.penalties) for p in params))]
+    floats = [[v for *_, v in added], *zip(*((p.top_p, p.min_p, *p.penalties) for p in params))]
     flags = (
         params[0].adjusts_logits, any(p.penalises for p in params), any(s.looks_back for s in mine),
         any(p.truncates for p in params),

@@ -219,7 +219,8 @@ def _truncate_kernel(
         unit, above, alone = _search(source, n, lower, upper, w_upper, target, top, scale, SHIFT, LANES)
         cut = _value(unit, SHIFT)
         if cut >= threshold:
-            ties = tl.where(alone, vocab * 1.0, tl.ceil((target - above) / tl.exp2((cut - top) * scale)))
+            ties = tl.ceil((target - above) / tl.exp2((cut - top) * scale))
+            ties = tl.where(alone, vocab * 1.0, tl.maximum(ties, 1.0))  # p may be 0 in fp32
             threshold = cut
     _cut(row, vocab, threshold, ties, LANES)
 

@@ -145,7 +145,8 @@ def test_the_token_that_crosses_top_p_stays(truncate):
     assert kept(truncate, row, top_p=0.39) == [1]
     assert kept(truncate, row, top_p=0.41) == [1, 2]
     assert kept(truncate, row, top_p=0.99) == [0, 1, 2, 3]
-    assert kept(truncate, row, top_p=1e-9) == [1]
+    assert kept(truncate, row, top_p=1e-9) == kept(truncate, row, top_p=0.0) == [1]
+    assert kept(truncate, [0.0] * 8, top_p=0.0) == [0]
     assert kept(truncate, [0.0] * 8, top_p=0.5) == [0, 1, 2, 3]
 
 
