@@ -312,9 +312,15 @@ class ModelRunner:
         return free // block_bytes
 
     def _free_device_bytes(self) -> int:
-        """What is left for the cache after weights, graphs, and what the allocator needs for a full step, and keeps."""
+        """What is left for the cache after weights, the peak of a full step, and the graphs."""
         torch.cuda.empty_cache()
-        reserve = self.controls.num_bytes
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self._run_prefill(self.config.max_num_batched_tokens, self.config.max_model_len)
+        self._decode_padding(self.config.max_num_seqs)
+        peak = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        reserve = 0
         if self.graph_sizes:
             # trial captures: the largest graph needs the pool, each further one little more than its nodes
             left = [torch.cuda.mem_get_info()[0]]
@@ -322,14 +328,13 @@ class ModelRunner:
                 self._capture(size)
                 left.append(torch.cuda.mem_get_info()[0])
             count = 2 * len(self.graph_sizes)  # each size once more for a shared prefix
-            reserve += left[0] - left[1] + count * max(left[1] - left[2], 4 << 20)
+            reserve = left[0] - left[1] + count * max(left[1] - left[2], 4 << 20)
             self.graphs.clear()
             self.graph_pool = torch.cuda.graph_pool_handle()  # a pool ends with its last graph
             torch.cuda.empty_cache()
-        self._run_prefill(self.config.max_num_batched_tokens, self.config.max_model_len)
-        self._decode_padding(self.config.max_num_seqs)
         free, total = torch.cuda.mem_get_info()
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - reserve
+        reserve += self.controls.num_bytes
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - peak - reserve
 
     def _rehearse(self) -> None:
         """Call every kernel that requests may need, in each of its variants."""
