@@ -225,15 +225,16 @@ def test_flash_attn_4_gets_large_prefills_only_in_pages_of_its_tile(machine, mon
     assert calls == [61, 61]
 
 
-@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (4, 2), (8, 4), (4, 4), (2, 4), (1, 8)])
-def test_a_rehearsal_has_each_decode_kernel_that_a_graph_needs(kv_heads: int, group: int) -> None:
+@pytest.mark.parametrize("num_sms", [46, 108, 132])
+@pytest.mark.parametrize(("kv_heads", "group"), [(8, 2), (4, 2), (8, 4), (4, 4), (2, 4), (1, 8), (16, 1)])
+def test_a_rehearsal_has_each_decode_kernel_that_a_graph_needs(kv_heads: int, group: int, num_sms: int) -> None:
     """Those of a shared prefix are captured when they are first used: a request would wait for the compiler."""
 
     def kernel(batch: int, shared: bool) -> tuple[Any, ...]:
         rotate = not shared and batch <= MOST_ROTATED
-        splits = 1 if shared else decode_splits(batch, kv_heads, rotate, 132)
+        splits = 1 if shared else decode_splits(batch, kv_heads, rotate, num_sms)
         programs, device = batch * kv_heads * splits, torch.device("cpu")
-        return shared, rotate, splits > 1, decode_config(programs, splits, group, 128, 2, rotate, 132, device)
+        return shared, rotate, splits > 1, decode_config(programs, splits, group, 128, 2, rotate, num_sms, device)
 
     rehearsed = set()
     runner: Any = SimpleNamespace(

@@ -342,7 +342,7 @@ class ModelRunner:
         for total, each in ((1, 1), (LARGE_PREFILL, longest), (LARGE_PREFILL, 1)):  # few and many sequences may differ
             self._run_prefill(min(total, self.config.max_num_batched_tokens), each)
         self.controls.rehearse(self.dtype)
-        for size in {min(n, most) for n in (1, 2, 32, 64, 80, 128, 256, most)}:
+        for size in {min(n, most) for n in (1, 2, 4, 8, 16, 32, 64, 80, 128, 256, most)}:
             self._decode_padding(size)
         for size in {min(n, most) for n in (32, 128, most)}:
             self.reads_shared = self.backend.reads_shared_prefix(size, longest)

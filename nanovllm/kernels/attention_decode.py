@@ -109,7 +109,7 @@ def _decode_kernel(
     head_mask = (g < G)[:, None] & (d < D)[None, :]
     # Lengths, tables and the keys of earlier steps are there: this kernel may start beside products, but not before the
     # attention of the layer before has its own inputs, or in the first layer the embedding.
-    n = tl.load(lens + b)
+    n = tl.load(lens + b, cache_modifier=".cg")  # the step before has read the same address
     table = tables + tl.load(rows + b).to(tl.int64) * table_stride
     per_split = tl.maximum(tl.cdiv(tl.cdiv(n, BLOCK_N), splits), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(n, per_split), 1)

@@ -129,8 +129,9 @@ class TritonBackend(AttentionBackend):
     def decode_qkv(
         self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float, rotation: Rotation
     ) -> Tensor | None:  # fmt: skip
-        # fp32 has no registers left
-        if len(qkv) > MOST_ROTATED or context.shared_len is not None or qkv.dtype == torch.float32:
+        group = qkv.shape[1] // k_cache[0, 0].numel() - 2
+        # fp32 and larger groups have no registers left
+        if len(qkv) > MOST_ROTATED or context.shared_len is not None or qkv.dtype == torch.float32 or group > 15:
             return None
         cache = (k_cache, v_cache, context.block_tables, context.rows)
         return paged_decode_triton(qkv, *cache, context.context_lens, scale, rotation=rotation)

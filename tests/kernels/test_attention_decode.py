@@ -97,10 +97,11 @@ def test_decode_of_qkv_equals_the_reference(case, dtype, monkeypatch):
     assert torch.equal(caches[0].isnan(), k_cache.isnan())  # what no sequence owns
 
 
-@pytest.mark.parametrize(("dtype", "batch", "one_launch"), [
-    (torch.float16, 3, True), (torch.float16, MOST_ROTATED + 1, False), (torch.float32, 3, False)
+@pytest.mark.parametrize(("dtype", "batch", "group", "one_launch"), [
+    (torch.float16, 3, 2, True), (torch.float16, MOST_ROTATED + 1, 2, False), (torch.float32, 3, 2, False),
+    (torch.float16, 3, 15, True), (torch.float16, 3, 16, False),
 ])  # fmt: skip
-def test_the_attention_layer_gives_the_same_by_one_launch_and_by_two(dtype, batch, one_launch, monkeypatch):
+def test_the_attention_layer_gives_the_same_by_one_launch_and_by_two(dtype, batch, group, one_launch, monkeypatch):
     launches = []
 
     def launch(*args, **options):
@@ -112,7 +113,7 @@ def test_the_attention_layer_gives_the_same_by_one_launch_and_by_two(dtype, batc
     lens = [40, 3, 17, *[1] * (batch - 3)]
     k_cache, v_cache, tables, rows = paged_cache(lens, 16, 2, 32, dtype)
     k_cache, v_cache, tables = k_cache.nan_to_num(), v_cache.nan_to_num(), tables.clamp(min=0)
-    qkv, turn, n = randn(batch, 8 * 32, dtype=dtype), rotation(32, 64, dtype), ints(lens)
+    qkv, turn, n = randn(batch, (group + 2) * 2 * 32, dtype=dtype), rotation(32, 64, dtype), ints(lens)
     slots = tables[rows.long(), (n - 1) // 16] * 16 + (n - 1) % 16
     context = Context(False, n - 1, slots, tables, rows, n, key_lens=lens)
     results = []
