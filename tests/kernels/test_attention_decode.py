@@ -73,7 +73,7 @@ def rotation(dim, positions, dtype):
     return Rotation(q_weight, k_weight, torch.cat((angle.cos(), angle.sin()), -1), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16] if DEVICE == "cuda" else DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[1:] if DEVICE == "cuda" else DTYPES[:2])
 @pytest.mark.parametrize("case", CASES)
 def test_decode_of_qkv_equals_the_reference(case, dtype, monkeypatch):
     """Lengths at and beside the ends of tiles and splits, where the new key begins one of its own."""
