@@ -91,7 +91,7 @@ class BlockManager:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
         Their K/V must be written by a step that has been scheduled: a later launch reads them in
-        stream order, and within one step a layer stores all K/V before it attends.
+        stream order, and within one prefill a layer stores all K/V before it attends.
         """
         full = num_tokens // self.block_size
         if not self.enable_prefix_caching or seq.num_registered_blocks >= full:

@@ -208,8 +208,9 @@ def decode_config(
     faster. In the step of 0.6B and 8B that is worth 3 to 4 % at one row, in that of 0.6B 1 to 3 % from 160 rows on.
     With `rotate` one tile more is in registers, and a program with few keys of its own needs no deep pipeline."""
     row = next_power_of_2(dim) * itemsize
-    few, many = splits > 1 if rotate else programs <= 2 * num_sms, rotate or programs >= 9 * num_sms
-    small = few or (group <= 2 and many)
+    small = (
+        (splits > 1 or group <= 2) if rotate else programs <= 2 * num_sms or (group <= 2 and programs >= 9 * num_sms)
+    )
     keys = min(max((8192 if small or itemsize == 4 else 16384) // row, 16), 64)
     if itemsize == 4:
         return keys, 4, 3
@@ -228,18 +229,18 @@ def paged_decode_triton(
     prefix: shared_len [1] int32, a multiple of the block size and at most every context_len but those of padding rows,
     which then get some finite result, and the partial results of `shared_prefix_triton` for so many keys.
     rotation: q is qkv [B, (Hq + 2 Hkv) D], what is to be done with it; not together with `prefix`."""
-    (block_size, kv_heads, dim), device, batch = k_cache.shape[1:], q.device, len(q)
-    heads = q.shape[1] // dim - 2 * kv_heads if rotation else q.shape[1]
+    (block_size, kv_heads, dim), device, batch, rotate = k_cache.shape[1:], q.device, len(q), rotation is not None
+    heads = q.shape[1] // dim - 2 * kv_heads if rotate else q.shape[1]
     counters = arrival_counters(device)
     out = torch.empty((batch, heads, dim), dtype=q.dtype, device=device)
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if q.is_cuda else 8
     if num_splits is None:
-        num_splits = decode_splits(batch, kv_heads, rotation is not None, num_sms)
+        num_splits = decode_splits(batch, kv_heads, rotate, num_sms)
     if batch * kv_heads > len(counters) or prefix:
         num_splits = 1
     group, block_d, programs = heads // kv_heads, max(16, next_power_of_2(dim)), batch * kv_heads * num_splits
     block_n, warps, stages = config or decode_config(
-        programs, num_splits, group, dim, q.element_size(), rotation is not None, num_sms, device
+        programs, num_splits, group, dim, q.element_size(), rotate, num_sms, device
     )
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
     block_s = next_power_of_2(max(num_splits, _MAX_SPLITS))
@@ -250,9 +251,9 @@ def paged_decode_triton(
             scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
             prefix[2].shape[2] if prefix else 0, *(rotation or (q, q, q, 0.0)),
             HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
-            BLOCK_M=max(16, next_power_of_2(group + bool(rotation))), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
+            BLOCK_M=max(16, next_power_of_2(group + rotate)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
             BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
-            SHARED=prefix is not None, ROTATE=rotation is not None, num_warps=warps, num_stages=stages,
+            SHARED=prefix is not None, ROTATE=rotate, num_warps=warps, num_stages=stages,
             **pdl(device),
         )  # fmt: skip
     return out

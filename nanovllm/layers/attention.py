@@ -35,8 +35,9 @@ class Attention(nn.Module):
 
         norm: that of the layer's input, if it is still to be applied to qkv; weights of the q/k norms.
         """
-        cache, rotation = (self.k_cache, self.v_cache), Rotation(q_weight, k_weight, self.rope, self.eps)
+        cache = (self.k_cache, self.v_cache)
         if norm is None and not context.is_prefill:
+            rotation = Rotation(q_weight, k_weight, self.rope, self.eps)
             out = self.backend.decode_qkv(qkv, *cache, context, self.scale, rotation)
             if out is not None:
                 return out.flatten(1)

@@ -129,7 +129,8 @@ class TritonBackend(AttentionBackend):
     def decode_qkv(
         self, qkv: Tensor, k_cache: Tensor, v_cache: Tensor, context: Context, scale: float, rotation: Rotation
     ) -> Tensor | None:  # fmt: skip
-        group = qkv.shape[1] // k_cache[0, 0].numel() - 2
+        kv_heads, dim = k_cache.shape[2:]
+        group = qkv.shape[1] // (kv_heads * dim) - 2
         # fp32 and larger groups have no registers left
         if len(qkv) > MOST_ROTATED or context.shared_len is not None or qkv.dtype == torch.float32 or group > 15:
             return None

@@ -67,21 +67,17 @@ def paged(lens: list[int], block: int = BLOCK) -> tuple[Tensor, Tensor, Tensor, 
     return caches[0], caches[1], tables, ints(range(len(lens)))
 
 
-def decode_case(name: str, lens: list[int], rotate: int, target: str, configs: list[dict[str, Any]]) -> Case:
+def decode_case(
+    name: str, lens: list[int], rotate: int, target: str, configs: list[dict[str, Any]], of_qkv: bool = False
+) -> Case:
     def make(seed: int) -> Call:
-        q, cache, n = rand(len(lens), HQ, D), paged(lens), ints(lens)
-        return lambda **kw: attention_decode.paged_decode_triton(q, *cache, n, D**-0.5, **kw)
+        q, cache, n, rotation = rand(len(lens), HQ, D), paged(lens), ints(lens), None
+        if of_qkv:
+            q = rand(len(lens), (HQ + 2 * HK) * D)
+            rotation = attention_decode.Rotation(rand(D), rand(D), torch.rand(max(lens), D, device="cuda"), 1e-6)
+        return lambda **kw: attention_decode.paged_decode_triton(q, *cache, n, D**-0.5, rotation=rotation, **kw)
 
     return Case(f"decode {name}", make, sum(lens) * HK * D * 4, rotate, target, configs)
-
-
-def rotated_case(name: str, lens: list[int], rotate: int, configs: list[dict[str, Any]]) -> Case:
-    def make(seed: int) -> Call:
-        qkv, cache, n = rand(len(lens), (HQ + 2 * HK) * D), paged(lens), ints(lens)
-        rotation = attention_decode.Rotation(rand(D), rand(D), torch.rand(max(lens), D, device="cuda"), 1e-6)
-        return lambda **kw: attention_decode.paged_decode_triton(qkv, *cache, n, D**-0.5, rotation=rotation, **kw)
-
-    return Case(f"decode of qkv {name}", make, sum(lens) * HK * D * 4, rotate, "", configs)
 
 
 def prefill_case(name: str, lens: list[int], new: int, target: str = "", block: int = BLOCK) -> Case:
@@ -224,9 +220,9 @@ def all_cases() -> list[Case]:
         decode_case("16 x 768", [768] * 16, 16, "", many),
         decode_case("1 x 2000", [2000], 28, "8 us", one),
         decode_case("1 x 400", [400], 28, "", one),
-        rotated_case("1 x 400", [400], 28, one),
-        rotated_case("16 x 768", [768] * 16, 16, many),
-        rotated_case("64 x 900", [900] * 64, 4, many),
+        decode_case("of qkv 1 x 400", [400], 28, "", one, of_qkv=True),
+        decode_case("of qkv 16 x 768", [768] * 16, 16, "", many, of_qkv=True),
+        decode_case("of qkv 64 x 900", [900] * 64, 4, "", many, of_qkv=True),
         decode_case("1 x 32000", [32000], 4, "", one),
         decode_case("16 x 8000", [8000] * 16, 2, "", many),
         prefill_case("16 x 1000", [1000] * 16, 1000, "330 TFLOP/s"),
