@@ -1,14 +1,16 @@
-"""Ranks that fail on purpose or have another setting: what a spawned process runs in place of `worker.serve`."""
+"""Ranks that fail on purpose or live elsewhere: what a spawned process runs in place of `worker.serve`."""
 
 import os
 import signal
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nanovllm import OutOfMemoryError
 from nanovllm.engine import worker
-from nanovllm.utils import parallel
+from nanovllm.utils import parallel, peer_memory
 
 
 class FailsWhenBuilt(worker.ModelRunner):
@@ -101,4 +103,47 @@ def connect_with_peer_sums(group: parallel.Parallel, device: torch.device, folde
 
 def serve_with_peer_sums(*args: Any) -> None:
     worker.Parallel.connect = connect_with_peer_sums  # type: ignore[method-assign,assignment]
+    worker.serve(*args)
+
+
+class ThroughHost:
+    """In place of NCCL, which refuses ranks that share a GPU: gloo, by way of the host."""
+
+    Options = object
+
+    def __init__(self, store: Any, rank: int, size: int, _: Any) -> None:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        options._timeout = timedelta(seconds=60)
+        self.group = gloo(store, rank, size, options)
+
+    def name(self) -> str:
+        return "gloo"
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        here = tensors[0].cpu() if tensors[0].dtype == torch.int64 else tensors[0].float().cpu()
+        self.group.allreduce([here], options).wait()
+        tensors[0].copy_(here)
+
+    def _allgather_base(self, every: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
+        here = every.cpu()
+        self.group._allgather_base(here, mine.cpu(), options).wait()
+        every.copy_(here)
+
+
+call = peer_memory.PeerMemory._call
+
+
+def call_on_one_gpu(name: str, *args: Any) -> None:
+    """A GPU is asked about itself, which is an error."""
+    if name == "cuDeviceGetP2PAttribute":
+        args[0]._obj.value = 1
+    else:
+        call(name, *args)
+
+
+def serve_on_one_gpu(*args: Any) -> None:
+    dist.ProcessGroupNCCL = ThroughHost  # type: ignore[misc,assignment]
+    peer_memory.PeerMemory._call = staticmethod(call_on_one_gpu)  # type: ignore[method-assign,assignment]
     worker.serve(*args)
