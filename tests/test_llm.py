@@ -725,6 +725,14 @@ def test_all_requests_can_be_aborted(small_model: str) -> None:
         assert len(run(llm, [[5, 6]])[0]["token_ids"]) == 8
 
 
+@pytest.mark.parametrize("wrap", [lambda i: [i], str, lambda _: None])
+def test_an_abort_of_anything_but_an_id_is_refused_and_ends_no_request(small: LLM, wrap: Any) -> None:
+    seq_id = small.add_request([5, 6], greedy(3))
+    with pytest.raises(ValueError, match="seq_id"):
+        small.abort(wrap(seq_id))
+    assert list(collect(small)) == [seq_id]
+
+
 @pytest.mark.parametrize("bad", [5, None, [], [True], [1000], b"x", {1: 2}, [[5]]])
 def test_add_request_refuses_what_generate_refuses(small: LLM, bad: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="prompt"):

@@ -28,7 +28,7 @@ from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence, pack_ids
 from nanovllm.errors import EngineError
 from nanovllm.sampling_params import MIN_TEMPERATURE, SURROGATE, SamplingParams
-from nanovllm.utils.checks import is_integer, reject_unknown
+from nanovllm.utils.checks import fail, is_integer, reject_unknown
 from nanovllm.utils.detokenizer import Detokenizer
 
 
@@ -89,10 +89,12 @@ class LLMEngine:
 
     def abort(self, seq_id: int) -> None:
         """End a request: `step` does not return it; a `generate` or stream of it ends with what there is, the finish
-        reason "abort". Unknown and finished ids are ignored.
+        reason "abort". Unknown and finished ids are ignored; what is no integer is a `ValueError`.
 
         While a step runs, so in a signal handler or another thread, it ends when the step does, or with the next one.
         """
+        if not is_integer(seq_id):
+            fail("seq_id", seq_id, "an integer")
         self.to_abort.append(seq_id)
         if not self.changing:
             with suppress(EngineError):  # another thread is using the engine
