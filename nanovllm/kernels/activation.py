@@ -37,13 +37,11 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(gate_up: Tensor, norm: PendingNorm | None = None) -> Tensor:
-    n, width = gate_up.shape[0], gate_up.shape[1] // 2
+    n, width, block = gate_up.shape[0], gate_up.shape[1] // 2, 1024
     out = torch.empty((n, width), dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024
-    if n:
-        grid = (n, -(-width // block))
-        options = {"num_warps": 4, **pending_args(norm, gate_up), **pdl(gate_up.device)}
-        _silu_mul_kernel[grid](gate_up, out, I=width, BLOCK=block, **options)
+    _silu_mul_kernel[(n, -(-width // block))](
+        gate_up, out, I=width, BLOCK=block, num_warps=4, **pending_args(norm, gate_up), **pdl(gate_up.device)
+    )
     return out
 
 

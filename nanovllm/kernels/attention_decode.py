@@ -244,18 +244,17 @@ def paged_decode_triton(
     )
     partial = torch.empty((batch * heads * num_splits * (dim + 1),) if num_splits > 1 else (1,), device=device)
     block_s = next_power_of_2(max(num_splits, _MAX_SPLITS))
-    if batch:
-        _decode_kernel[(kv_heads, num_splits, batch)](
-            q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
-            counters, *(prefix or (context_lens, partial, partial)),
-            scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
-            prefix[2].shape[2] if prefix else 0, *(rotation or (q, q, q, 0.0)),
-            HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
-            BLOCK_M=max(16, next_power_of_2(group + rotate)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
-            BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
-            SHARED=prefix is not None, ROTATE=rotate, num_warps=warps, num_stages=stages,
-            **pdl(device),
-        )  # fmt: skip
+    _decode_kernel[(kv_heads, num_splits, batch)](
+        q, k_cache, v_cache, block_tables, rows, context_lens, out, partial[batch * heads * num_splits :], partial,
+        counters, *(prefix or (context_lens, partial, partial)),
+        scale * math.log2(math.e), q.stride(0), block_tables.stride(0), num_splits,
+        prefix[2].shape[2] if prefix else 0, *(rotation or (q, q, q, 0.0)),
+        HK=kv_heads, G=group, D=dim, BLOCK_SIZE=block_size, SPLIT=num_splits > 1,
+        BLOCK_M=max(16, next_power_of_2(group + rotate)), BLOCK_N=block_n, BLOCK_D=block_d, BLOCK_S=block_s,
+        BLOCK_G=min(next_power_of_2(group), max(8192 // (block_s * block_d), 1)),  # heads combined at once
+        SHARED=prefix is not None, ROTATE=rotate, num_warps=warps, num_stages=stages,
+        **pdl(device),
+    )  # fmt: skip
     return out
 
 

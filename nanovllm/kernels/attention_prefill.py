@@ -130,14 +130,13 @@ def paged_prefill_triton(
     tiles: list[Any] = [k_cache, v_cache]
     if config.tma:
         tiles = [TensorDescriptor.from_tensor(c.view(-1, kv_heads * dim), [config.keys, dim]) for c in tiles]
-    if total:
-        _prefill_kernel[(kv_heads, rows.shape[0], -(-max_seqlen_q // (block_m // group)))](
-            q, k_cache, v_cache, *tiles, out, block_tables, rows, cu_seqlens_q, context_lens,
-            scale * math.log2(math.e), q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim,
-            BLOCK_SIZE=block_size, TMA=config.tma, BLOCK_M=block_m, BLOCK_N=config.keys,
-            BLOCK_D=max(16, next_power_of_2(dim)),
-            num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
-        )  # fmt: skip
+    _prefill_kernel[(kv_heads, rows.shape[0], -(-max_seqlen_q // (block_m // group)))](
+        q, k_cache, v_cache, *tiles, out, block_tables, rows, cu_seqlens_q, context_lens,
+        scale * math.log2(math.e), q.stride(0), block_tables.stride(0), HK=kv_heads, G=group, D=dim,
+        BLOCK_SIZE=block_size, TMA=config.tma, BLOCK_M=block_m, BLOCK_N=config.keys,
+        BLOCK_D=max(16, next_power_of_2(dim)),
+        num_warps=config.warps, num_stages=config.stages, maxnreg=config.registers,
+    )  # fmt: skip
     return out
 
 

@@ -38,11 +38,10 @@ def embed_triton(ids: Tensor, weight: Tensor, start: int, out: Tensor) -> Tensor
     n, (share, h) = len(ids), weight.shape
     squares = torch.empty((n, 1), dtype=torch.float32, device=ids.device)
     block = next_power_of_2(h)
-    if n:
-        _embed_kernel[(n,)](
-            ids, weight, out, squares, start, share, H=h, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
-            **pdl(ids.device),
-        )  # fmt: skip
+    _embed_kernel[(n,)](
+        ids, weight, out, squares, start, share, H=h, BLOCK=block, num_warps=min(max(block // 512, 4), 16),
+        **pdl(ids.device),
+    )  # fmt: skip
     return squares
 
 

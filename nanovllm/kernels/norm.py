@@ -75,11 +75,10 @@ def rms_norm_triton(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     out = torch.empty((n, h), dtype=x.dtype, device=x.device)
     block = next_power_of_2(h)
     rows = max(4096 // block, 1) if n >= LARGE_PREFILL else 1  # many small programs take longer to start than to run
-    if n:
-        _rms_norm_kernel[(-(-n // rows),)](
-            x, x if weight is None else weight, out, x.stride(0), n, eps, H=h, ROWS=rows, BLOCK=block,
-            WEIGHT=weight is not None, num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
-        )  # fmt: skip
+    _rms_norm_kernel[(-(-n // rows),)](
+        x, x if weight is None else weight, out, x.stride(0), n, eps, H=h, ROWS=rows, BLOCK=block,
+        WEIGHT=weight is not None, num_warps=min(max(block // 512, 4), 16), **pdl(x.device),
+    )  # fmt: skip
     return out
 
 

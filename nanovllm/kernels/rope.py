@@ -115,14 +115,13 @@ def norm_rope_store_triton(
     heads, warps = config or (min(8, next_power_of_2(max(hq, hk))), 4)
     groups = -(-hq // heads) + 2 * -(-hk // heads)
     each = groups if n >= LARGE_PREFILL else 1  # so many small programs would take longer to start than to run
-    if n:
-        _norm_rope_store_kernel[(n, groups // each)](
-            qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-            qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
-            HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, GROUPS=each,
-            NORM=q_weight is not None, ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv),
-            **pdl(qkv.device),
-        )  # fmt: skip
+    _norm_rope_store_kernel[(n, groups // each)](
+        qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
+        qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
+        HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, GROUPS=each,
+        NORM=q_weight is not None, ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv),
+        **pdl(qkv.device),
+    )  # fmt: skip
     return q
 
 

@@ -168,15 +168,14 @@ def sample_with_scores_triton(
     ids = torch.empty((batch, chunks), dtype=torch.int32, device=device)
     out_scores = torch.empty(batch, dtype=torch.float32, device=device)
     out_ids = torch.empty(batch, dtype=torch.int64, device=device) if out is None else out
-    if batch:
-        _sample_kernel[(chunks, batch)](
-            logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids,
-            arrival_counters(device), *(peers[:3] if peers else (ids, ids, ids)), logits.stride(0), vocab, vocab_offset,
-            # one size for all numbers of tiles
-            tiles, BLOCK=block, BLOCK_C=next_power_of_2(-(-vocab // block)), num_warps=warps,
-            RANK=peers.rank if peers else 0, SIZE=len(peers.deltas) if peers else 1,
-            W=peers.words.shape[2] if peers else 0, **pdl(device),
-        )  # fmt: skip
+    _sample_kernel[(chunks, batch)](
+        logits, temperatures, seeds, positions, rows, last_tokens, out_scores, out_ids, scores, ids,
+        arrival_counters(device), *(peers[:3] if peers else (ids, ids, ids)), logits.stride(0), vocab, vocab_offset,
+        # one size for all numbers of tiles
+        tiles, BLOCK=block, BLOCK_C=next_power_of_2(-(-vocab // block)), num_warps=warps,
+        RANK=peers.rank if peers else 0, SIZE=len(peers.deltas) if peers else 1,
+        W=peers.words.shape[2] if peers else 0, **pdl(device),
+    )  # fmt: skip
     return out_scores, out_ids
 
 

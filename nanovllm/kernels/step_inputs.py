@@ -56,13 +56,12 @@ def decode_inputs_triton(
     out_input_ids: Tensor, out_positions: Tensor, out_slot_mapping: Tensor, out_context_lens: Tensor,
 ) -> None:  # fmt: skip
     batch, block = rows.shape[0], 128
-    if batch:
-        _decode_inputs_kernel[(-(-batch // block),)](
-            rows, last_tokens, context_lens, block_tables,
-            out_input_ids, out_positions, out_slot_mapping, out_context_lens,
-            batch, last_tokens.shape[0] - 1, block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
-            **pdl(rows.device),
-        )  # fmt: skip
+    _decode_inputs_kernel[(-(-batch // block),)](
+        rows, last_tokens, context_lens, block_tables,
+        out_input_ids, out_positions, out_slot_mapping, out_context_lens,
+        batch, last_tokens.shape[0] - 1, block_tables.stride(0), BLOCK_SIZE=block_size, BLOCK=block, num_warps=4,
+        **pdl(rows.device),
+    )  # fmt: skip
 
 
 decode_inputs = by_device(decode_inputs_triton, decode_inputs_reference)

@@ -231,13 +231,12 @@ def truncate_triton(
 ) -> None:  # fmt: skip
     batch, vocab = logits.shape
     lanes, warps = config
-    if batch:
-        scratch = logits.new_empty(batch, _TILES, lanes, 8)
-        _truncate_kernel[(batch,)](
-            logits, temperatures, top_k, top_p, margins, scratch, logits.stride(0), vocab,
-            SHIFT=_SHIFTS[logits.dtype], LANES=lanes, num_warps=warps, **pdl(logits.device),
-            maxnreg=64,  # two programs of 16 warps on a multiprocessor
-        )  # fmt: skip
+    scratch = logits.new_empty(batch, _TILES, lanes, 8)
+    _truncate_kernel[(batch,)](
+        logits, temperatures, top_k, top_p, margins, scratch, logits.stride(0), vocab,
+        SHIFT=_SHIFTS[logits.dtype], LANES=lanes, num_warps=warps, **pdl(logits.device),
+        maxnreg=64,  # two programs of 16 warps on a multiprocessor
+    )  # fmt: skip
 
 
 def truncate(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> None:
