@@ -146,23 +146,18 @@ def _sample_kernel(
         tl.store(out_scores + row, tl.where(t > 0, top / _LOG2E + 0.36651292, top))  # + -log(log(2)): back to nats
 
 
-def sampling_config(batch: int, vocab: int, num_sms: int) -> tuple[int, int, int]:
-    """(logits a tile, tiles a program, warps): at least about 8 programs a multiprocessor, at most 8 tiles each."""
-    block = 1024
-    tiles = batch * vocab // (block * 8 * num_sms)
-    return block, min(max(tiles, 1), 8), 4
-
-
 def sample_with_scores_triton(
     logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor | None = None,
     last_tokens: Tensor | None = None, out: Tensor | None = None, vocab_offset: int = 0,
     config: tuple[int, int, int] | None = None, peers: Words | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """peers: what other ranks have of the vocabulary counts, too. All ranks call it then, with the same rows; W is
+    """config: (logits a tile, tiles a program, warps), by default at least about 8 programs a multiprocessor, at most 8
+    tiles each.
+    peers: what other ranks have of the vocabulary counts, too. All ranks call it then, with the same rows; W is
     twice the most there can be, and on a GPU one program of each row must find room at once."""
     (batch, vocab), device = logits.shape, logits.device
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count if logits.is_cuda else 1
-    block, tiles, warps = config or sampling_config(batch, vocab, num_sms)
+    block, tiles, warps = config or (1024, min(max(batch * vocab // (8 * 1024 * num_sms), 1), 8), 4)
     chunks = -(-vocab // (block * tiles))
     scores = torch.empty((batch, chunks), dtype=torch.float32, device=device)
     ids = torch.empty((batch, chunks), dtype=torch.int32, device=device)
