@@ -25,7 +25,7 @@ MOST_ROTATED = 64  # sequences of which qkv is taken
 
 
 class Rotation(NamedTuple):
-    """What is still to be done with qkv [B, (Hq + 2 Hkv) D]; as for `norm_rope_store`, but there is a norm."""
+    """What is still to be done with qkv [B, (Hq + 2 Hkv) D]; as for `norm_rope_store`."""
 
     q_weight: Tensor
     k_weight: Tensor

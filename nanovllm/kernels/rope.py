@@ -1,4 +1,4 @@
-"""Storing keys and values in the paged cache: alone, or with q/k RMSNorm and rotary embedding in the same pass.
+"""Storing keys and values in the paged cache, with q/k RMSNorm and rotary embedding in the same pass.
 
 It must not know of blocks: a token's place in the cache is one number. Invariant: a token with slot -1 stores nothing.
 """
@@ -11,31 +11,25 @@ from nanovllm.kernels.norm import PendingNorm, pending_args, pending_factor
 
 
 def norm_rope_store_reference(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor,
+    k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """RMSNorm over each q and k head, rotary embedding (halves, not pairs), store of k and v; returns q [N, Hq, D].
 
-    qkv [N, (Hq + 2 Hkv) D] (rows may be strided, Hq may be 0); q_weight, k_weight [D], or both None: no norm;
-    cos_sin [max_pos, D] fp32, cos in the first half, or None: no rotation; positions [N] int32;
-    slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D], written in place;
-    norm: of the rows before the product that qkv is, if it is still to be applied.
+    qkv [N, (Hq + 2 Hkv) D] (rows may be strided); q_weight, k_weight [D]; cos_sin [max_pos, D] fp32, cos in the first
+    half; positions [N] int32; slot_mapping [N] int32, -1: not stored; k_cache, v_cache [blocks, block_size, Hkv, D],
+    written in place; norm: of the rows before the product that qkv is, if it is still to be applied.
     """
     num_kv_heads, dim = k_cache.shape[2:]
     heads = (norm.apply(qkv) if norm else qkv).unflatten(-1, (-1, dim))
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)
 
-    if cos_sin is not None:
-        cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, -1)
-
-    def norm_rope(x: Tensor, weight: Tensor | None) -> Tensor:
+    def norm_rope(x: Tensor, weight: Tensor) -> Tensor:
         f = x.float()
-        if weight is not None:
-            f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
-        if cos_sin is not None:
-            x1, x2 = f.chunk(2, -1)
-            f = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1)
-        return f.to(qkv.dtype)
+        f = f * torch.rsqrt(f.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+        x1, x2 = f.chunk(2, -1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(qkv.dtype)
 
     q, k, v = norm_rope(q, q_weight), norm_rope(k, k_weight), v.to(qkv.dtype)
     live = slot_mapping >= 0
@@ -51,8 +45,7 @@ def norm_rope_store_reference(
 def _norm_rope_store_kernel(
     qkv, q_out, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv_stride, eps,
     squares, parts, size, norm_eps, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
-    HB: tl.constexpr, GROUPS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
+    HB: tl.constexpr, GROUPS: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token, part), of GROUPS groups: HB query heads each, then HB key heads, then HB value heads, as i grows.
     No branches, so that all loads are in flight at once: value heads are rotated too, and the result dropped."""
@@ -73,10 +66,9 @@ def _norm_rope_store_kernel(
         x1 = tl.load(src, mask=mask, other=0.0)
         x2 = tl.load(src + D // 2, mask=mask, other=0.0)
         slot = tl.load(slot_mapping + token).to(tl.int64)
-        if ROPE:
-            row = cos_sin + tl.load(positions + token).to(tl.int64) * D
-            cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
-            sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
+        row = cos_sin + tl.load(positions + token).to(tl.int64) * D
+        cos = tl.load(row + d, mask=in_half, other=0.0)[None, :]
+        sin = tl.load(row + D // 2 + d, mask=in_half, other=0.0)[None, :]
         f1 = x1.to(tl.float32)
         f2 = x2.to(tl.float32)
         if BLOCK_P:
@@ -85,15 +77,14 @@ def _norm_rope_store_kernel(
             f2 = f2 * factor
         v1 = f1
         v2 = f2
-        if NORM:
-            weight = q_weight if is_q else k_weight
-            w1 = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-            w2 = tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
-            rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
-            f1 = f1 * rstd * w1
-            f2 = f2 * rstd * w2
-        y1 = tl.where(is_v, v1, f1 * cos - f2 * sin if ROPE else f1).to(x1.dtype)
-        y2 = tl.where(is_v, v2, f2 * cos + f1 * sin if ROPE else f2).to(x2.dtype)
+        weight = q_weight if is_q else k_weight
+        w1 = tl.load(weight + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        w2 = tl.load(weight + D // 2 + d, mask=in_half, other=0.0).to(tl.float32)[None, :]
+        rstd = tl.rsqrt((tl.sum(f1 * f1, 1) + tl.sum(f2 * f2, 1)) / D + eps)[:, None]
+        f1 = f1 * rstd * w1
+        f2 = f2 * rstd * w2
+        y1 = tl.where(is_v, v1, f1 * cos - f2 * sin).to(x1.dtype)
+        y2 = tl.where(is_v, v2, f2 * cos + f1 * sin).to(x2.dtype)
         q_mask = (head < tl.where(is_q, HQ, 0))[:, None] & in_half[None, :]
         tl.store(q_out + token * (HQ * D) + offs, y1, mask=q_mask)
         tl.store(q_out + token * (HQ * D) + offs + D // 2, y2, mask=q_mask)
@@ -104,8 +95,8 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_store_triton(
-    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, cos_sin: Tensor | None, positions: Tensor,
-    slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos_sin: Tensor, positions: Tensor, slot_mapping: Tensor,
+    k_cache: Tensor, v_cache: Tensor, eps: float, norm: PendingNorm | None = None,
     config: tuple[int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """config: (heads a program, warps)."""
@@ -116,11 +107,9 @@ def norm_rope_store_triton(
     groups = -(-hq // heads) + 2 * -(-hk // heads)
     each = groups if n >= LARGE_PREFILL else 1  # so many small programs would take longer to start than to run
     _norm_rope_store_kernel[(n, groups // each)](
-        qkv, q, k_cache, v_cache, qkv if q_weight is None else q_weight, qkv if k_weight is None else k_weight,
-        qkv if cos_sin is None else cos_sin, positions, slot_mapping, qkv.stride(0), eps,
-        HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, GROUPS=each,
-        NORM=q_weight is not None, ROPE=cos_sin is not None, num_warps=warps, **pending_args(norm, qkv),
-        **pdl(qkv.device),
+        qkv, q, k_cache, v_cache, q_weight, k_weight, cos_sin, positions, slot_mapping, qkv.stride(0), eps,
+        HQ=hq, HK=hk, D=dim, HALF=next_power_of_2(dim // 2), HB=heads, GROUPS=each, num_warps=warps,
+        **pending_args(norm, qkv), **pdl(qkv.device),
     )  # fmt: skip
     return q
 

@@ -152,11 +152,6 @@ def small_cases(rows: int) -> list[Case]:
         x = rand(rows, 2 * INTERMEDIATE)
         return lambda: activation.silu_mul_triton(x)
 
-    def store(seed: int) -> Call:
-        caches, kv = rand(2, 256, BLOCK, HK, D), rand(rows, 2 * HK * D)
-        slots = torch.randperm(256 * BLOCK, device="cuda")[:rows].int()
-        return lambda: rope.norm_rope_store_triton(kv, None, None, None, slots, slots, caches[0], caches[1], 1e-6)
-
     def step(seed: int) -> Call:
         state = torch.zeros(rows + 1, device="cuda").long(), ints(range(rows + 1)), ints(range(16)).repeat(rows + 1, 1)
         live, out = ints(range(rows)), torch.zeros(4, rows, device="cuda").int()
@@ -166,7 +161,6 @@ def small_cases(rows: int) -> list[Case]:
         Case(f"embedding {rows}", embed, rows * HIDDEN * 4, 4),
         Case(f"norm {rows}", rms_norm, rows * HIDDEN * 4, 16),
         Case(f"silu*mul {rows}", silu, rows * INTERMEDIATE * 6, 16),
-        Case(f"store {rows}", store, rows * HK * D * 8, 16),
         Case(f"step inputs {rows}", step, rows * 40, 16),
     ]
 
