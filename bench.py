@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,16 +103,33 @@ def floor_seconds(work: Workload, hf: Any, itemsize: int, num_gpus: int) -> floa
     return float(seconds / num_gpus)
 
 
+def sampling(kind: Any, work: Workload, temperature: float) -> list[Any]:
+    """Parameters of the class `kind` for each prompt."""
+    return [kind(temperature=temperature, ignore_eos=True, max_tokens=n, detokenize=False) for n in work.outputs]
+
+
+def timed(
+    call: Callable[[], Any], work: Workload, repeats: int, prepare: Callable[[], Any] | None = None
+) -> dict[str, Any]:
+    """Of a call that runs all of `work`: the best seconds after the first call, which is reported apart."""
+    seconds = []
+    for _ in range(repeats + 1):
+        if prepare:
+            prepare()
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    best = min(seconds[1:] or seconds)
+    return {"seconds": best, "first_call": seconds[0], "output_tok_s": sum(work.outputs) / best}
+
+
 def run_nanovllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
     import torch  # noqa: F401 (so that the start-up is that of the engine)
 
     from nanovllm import LLM, SamplingParams
 
     start = time.perf_counter()
-    params = [
-        SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n, detokenize=False)
-        for n in work.outputs
-    ]
+    params = sampling(SamplingParams, work, args.temperature)
     options = {
         "max_model_len": args.max_model_len, "max_num_seqs": min(work.max_num_seqs, args.max_num_seqs),
         "tensor_parallel_size": args.tensor_parallel_size, "enforce_eager": args.enforce_eager,
@@ -171,22 +189,9 @@ def run_transformers(work: Workload, args: argparse.Namespace, model: str) -> di
     width = max(map(len, work.prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in work.prompts], device=peer.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in work.prompts], device=peer.device)
-    seconds = []
     n = max(work.outputs)
-    for _ in range(args.repeats + 1):
-        start = time.perf_counter()
-        peer.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=n,
-            min_new_tokens=n,
-            do_sample=False,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        seconds.append(time.perf_counter() - start)
-    best = min(seconds[1:] or seconds)
-    return {"seconds": best, "first_call": seconds[0], "output_tok_s": sum(work.outputs) / best}
+    length = {"max_new_tokens": n, "min_new_tokens": n, "pad_token_id": 0, "eos_token_id": None}
+    return timed(lambda: peer.generate(ids, attention_mask=mask, do_sample=False, **length), work, args.repeats)
 
 
 def run_vllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, Any]:
@@ -201,20 +206,9 @@ def run_vllm(work: Workload, args: argparse.Namespace, model: str) -> dict[str, 
     )  # fmt: skip
     startup = time.perf_counter() - start
     prompts = [{"prompt_token_ids": prompt} for prompt in work.prompts]
-    params = [
-        SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n, detokenize=False)
-        for n in work.outputs
-    ]
-    seconds = []
-    for _ in range(args.repeats + 1):
-        llm.reset_prefix_cache()
-        start = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - start)
-    best = min(seconds[1:] or seconds)
-    return {
-        "seconds": best, "first_call": seconds[0], "startup": startup, "output_tok_s": sum(work.outputs) / best,
-    }  # fmt: skip
+    params = sampling(SamplingParams, work, args.temperature)
+    call = partial(llm.generate, prompts, params, use_tqdm=False)
+    return {"startup": startup, **timed(call, work, args.repeats, llm.reset_prefix_cache)}
 
 
 ENGINES = {"nanovllm": run_nanovllm, "transformers": run_transformers, "vllm": run_vllm}
