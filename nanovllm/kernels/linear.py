@@ -160,7 +160,7 @@ def _few_rows_kernel(
 
 
 class Tile(NamedTuple):
-    """What one program of a product of few rows computes, in steps of `inner` along K, shared by `splits`.
+    """What one program of a product of few rows computes, in steps of _BLOCK_K along K, shared by `splits`.
 
     ahead: of K, what it reads of the weights while the kernel before still runs. early: the next kernel may start
     meanwhile, or else when that one has ended.
@@ -168,7 +168,6 @@ class Tile(NamedTuple):
 
     rows: int
     columns: int
-    inner: int
     splits: int
     warps: int
     stages: int
@@ -206,7 +205,7 @@ def few_rows_tile(m: int, n: int, k: int, silu: bool, add: bool, itemsize: int, 
     stages = min(wanted, shared_memory(device) // stage, (length - ahead) // _BLOCK_K + 1)
     warps = 8 if (few and programs <= 64) or _MOST_ROWS < m <= 128 else 4
     early = m > _MOST_ROWS or (few and (silu or splits > 1))
-    return Tile(rows, columns, _BLOCK_K, splits, warps, stages, ahead, early)
+    return Tile(rows, columns, splits, warps, stages, ahead, early)
 
 
 def _one_row(x: Tensor, eps: float | None, weight: Tensor, out: Tensor, silu: bool, add: bool | None) -> None:
@@ -238,7 +237,7 @@ def _few_rows(
     )
     _few_rows_kernel[(across, tile.splits, down)](
         x, x if squares is None else squares, weight, out, out, new_squares, partial, arrival_counters(x.device),
-        m, n, k, eps, int(bool(add)), parts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.inner,
+        m, n, k, eps, int(bool(add)), parts, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=_BLOCK_K,
         BLOCK_P=next_power_of_2(parts), SPLITS=tile.splits, AHEAD=tile.ahead, EARLY=tile.early,
         NORM=squares is not None, SILU=silu, ADD=add is not None, num_warps=tile.warps, num_stages=tile.stages,
         **pdl(x.device),

@@ -8,6 +8,7 @@ from common import DEVICE, DTYPES, assert_close, randn
 
 from nanovllm.kernels._triton import shared_memory
 from nanovllm.kernels.linear import (
+    _BLOCK_K,
     _fits,
     few_rows_tile,
     linear_add,
@@ -120,7 +121,7 @@ def test_narrow_products_are_ours_up_to_256_rows_and_others_up_to_64(rows, n, k,
 def test_tiles_and_splits_divide_a_product(m, n, k):
     for silu, add in ((False, True), (False, False), (True, False)):
         tile = few_rows_tile(m, n, k, silu, add, 2, torch.device("cpu"))
-        assert k % (tile.splits * tile.inner) == n % tile.columns == tile.ahead % tile.inner == 0
+        assert k % (tile.splits * _BLOCK_K) == n % tile.columns == tile.ahead % _BLOCK_K == 0
         assert tile.ahead <= k // tile.splits
 
 
@@ -132,7 +133,7 @@ def test_tiles_fit_the_shared_memory_also_where_torch_does_not_tell_it(propertie
     cases.append((256, 1024, 2048, False))
     tiles = [few_rows_tile(m, n, k, silu, not silu, 2, torch.device("cuda")) for m, n, k, silu in cases]
     shared_memory.cache_clear()
-    sizes = [2 * t.inner * (t.rows + t.columns * (1 + silu)) * t.stages for t, (*_, silu) in zip(tiles, cases)]
+    sizes = [2 * _BLOCK_K * (t.rows + t.columns * (1 + silu)) * t.stages for t, (*_, silu) in zip(tiles, cases)]
     assert max(sizes) <= 101376
     assert {t.stages for t in tiles if t.rows == 16} == {3, 4, 7}
     assert {t.stages for t in tiles if t.rows == 64} == {3, 4}
