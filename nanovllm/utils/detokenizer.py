@@ -7,6 +7,8 @@ from typing import Any
 
 # Earlier ids that are decoded along, because a token's text can depend on the one before it.
 _OVERLAP = 5
+# Last ids that may belong to a character to come: more than its bytes, because some ids have no text.
+_MOST_PENDING = 16
 
 
 class Detokenizer:
@@ -22,13 +24,15 @@ class Detokenizer:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        start = max(0, self.num_done - _OVERLAP)
+        start, end = max(0, self.num_done - _OVERLAP), len(self.token_ids)
         known = self._decode(self.token_ids[start : self.num_done])
-        whole = self._decode(self.token_ids[start:])
-        # a replacement character at the end may be the first bytes of a character to come
-        if len(whole) > len(known) and not whole.endswith("�"):
-            self.text += whole[len(known) :]
-            self.num_done = len(self.token_ids)
+        whole = text = self._decode(self.token_ids[start:])
+        if whole.endswith("�"):  # which may be the first bytes of a character to come
+            end = max(self.num_done, end - _MOST_PENDING)
+            text = self._decode(self.token_ids[start:end])
+        if len(text) > len(known) and whole.startswith(text):
+            self.text += text[len(known) :]
+            self.num_done = end
 
     def catch_up(self, token_ids: list[int]) -> None:
         """Append those of all ids so far that have not been."""
