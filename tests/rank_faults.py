@@ -35,7 +35,7 @@ class FailsInAStep(worker.ModelRunner):
     def decode(self, *args: Any) -> Any:
         self.steps += 1
         if self.steps == 5:
-            raise ZeroDivisionError("in the fifth step")
+            raise ZeroDivisionError("in the fifth step") from ValueError("long" * 1_000_000)
         return super().decode(*args)
 
 

@@ -187,6 +187,14 @@ def test_heads_that_cannot_be_split_are_refused_before_any_process_starts(
     assert set(multiprocessing.active_children()) == running
 
 
+def test_a_daemonic_process_is_told_that_it_may_not_start_ranks(
+    small_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 in a daemonic process"):
+        engine(small_model, 2)
+
+
 def test_more_ranks_than_a_tiny_vocabulary_has_shares_for_are_refused(tmp_path: Path) -> None:
     fields = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": 9}
     folder = save_random_qwen3(tmp_path, **fields)
@@ -407,21 +415,53 @@ def test_ctrl_c_between_and_during_steps_leaves_a_working_engine(tiny_on: dict[i
     assert llm.stats()["num_running"] == 0
 
 
-def test_a_handler_of_another_signal_that_raises_leaves_a_working_engine(tiny_on: dict[int, LLM]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGQUIT])
+def test_a_handler_of_another_signal_that_raises_leaves_a_working_engine(
+    tiny_on: dict[int, LLM], number: signal.Signals
+) -> None:
     def too_late(*_: object) -> None:
         raise TimeoutError
 
-    llm, answer, before = tiny_on[2], GOLDEN[0], signal.signal(signal.SIGALRM, too_late)
+    llm, answer, before = tiny_on[2], GOLDEN[0], signal.signal(number, too_late)
     try:
         for i in range(6):
+            timer = threading.Timer(0.02 + 0.013 * i, os.kill, (os.getpid(), number))
             with pytest.raises(TimeoutError):
-                signal.setitimer(signal.ITIMER_REAL, 0.02 + 0.013 * i)
+                timer.start()
                 while True:
                     ids_of(llm, [a["prompt_token_ids"] for a in GOLDEN[:8]], greedy(100))
-            assert signal.getsignal(signal.SIGALRM) is too_late
+            timer.join()
+            assert signal.getsignal(number) is too_late
             assert ids_of(llm, [answer["prompt_token_ids"]], greedy()) == [answer["token_ids"][:20]]
     finally:
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(number, before)
+
+
+def test_a_forked_process_ends_no_ranks_and_delays_no_exit_in_which_ctrl_c_leaves_nothing(
+    small_model: str, monkeypatch: pytest.MonkeyPatch, nothing_left: None
+) -> None:
+    def interrupted() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        leave()
+
+    llm = engine(small_model, 2)
+    leave = llm.runner.parallel.leave
+    monkeypatch.setattr(parallel.Parallel, "leave", lambda _: interrupted())
+    fork = multiprocessing.get_context("fork")
+    collected, child = fork.Process(target=llm.runner._end), fork.Process(target=time.sleep, args=(60,))
+    child.start()
+    collected.start()
+    collected.join()
+    assert collected.exitcode == 0
+    assert len(ids_of(llm, [[5, 6]], greedy())[0]) == 20
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        llm.exit()
+    assert time.monotonic() - start < worker.EXIT_SECONDS
+    child.kill()
+    for process in (child, collected):
+        process.join()
+        process.close()
 
 
 def test_all_ranks_use_the_fewest_blocks_and_exit_may_be_called_twice(
@@ -439,7 +479,9 @@ def test_all_ranks_use_the_fewest_blocks_and_exit_may_be_called_twice(
 
 
 SCRIPT = """
-import os, signal
+import os, signal, time, weakref
+weakref.finalize(signal, int)  # its hook for the end of the interpreter comes before that of multiprocessing
+signal.signal(signal.SIGTERM, lambda *_: None)
 from nanovllm import LLM, SamplingParams
 
 if __name__ == "__main__":
@@ -450,18 +492,27 @@ if __name__ == "__main__":
 """
 
 
+# a process that outlives us and holds all that we have open but for the terminal
+FORK = "os.fork() or (os.setsid(), os.closerange(0, 3), time.sleep(9), os._exit(0)); "
+
+
 @pytest.mark.parametrize(
-    ("end", "code"), [("", 0), ("del llm; 1 / 0", 1), ("os.kill(os.getpid(), signal.SIGKILL)", -9)]
+    ("end", "code"),
+    [
+        ("", 0),
+        ("del llm; 1 / 0", 1),
+        ("signal.signal(signal.SIGCHLD, signal.SIG_IGN); os.kill(llm.runner.ranks.processes[0].pid, 9); llm.exit()", 0),
+        (f"{FORK}os.killpg(0, signal.SIGKILL)", -9),
+    ],
 )
-def test_a_script_without_exit_leaves_nothing_however_it_ends(
-    small_model: str, tmp_path: Path, end: str, code: int
-) -> None:
+def test_a_script_leaves_nothing_however_it_ends(small_model: str, tmp_path: Path, end: str, code: int) -> None:
     (tmp_path / "tmp").mkdir()
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(model=small_model, end=end))
     root = str(Path(__file__).parents[1])
     env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": root}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, env=env)
+    options = {"capture_output": True, "text": True, "timeout": 60, "start_new_session": True}
+    done = subprocess.run([sys.executable, script], env=env, **options)
     assert done.returncode == code, done.stderr
     assert done.stderr == "" or (code == 1 and "ZeroDivisionError" in done.stderr)
     pids = done.stdout.split()

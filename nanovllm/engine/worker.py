@@ -8,11 +8,13 @@ It must not know what the methods do. Invariant: all ranks run the same collecti
 that no longer holds, so it ends all processes of the engine, and the caller gets the error that came first.
 """
 
+import atexit
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
+import socket
 import threading
 import traceback
 from collections.abc import Iterator
@@ -37,11 +39,8 @@ from nanovllm.utils.parallel import Parallel
 EXIT_SECONDS = 5.0
 # After an error of rank 0, how long to look for a rank that has died and caused it.
 BLAME_SECONDS = 2.0
-# Those whose handlers wait for the end of a step.
-_SIGNALS = (
-    signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGUSR1,
-    signal.SIGUSR2,
-)  # fmt: skip
+# Of the traceback of a rank: a longer one might not fit into the pipe while rank 0 waits for something else.
+REPORT_CHARS = 20_000
 
 
 class LeadRunner(ModelRunner):
@@ -57,6 +56,8 @@ class LeadRunner(ModelRunner):
             raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: must be {reason}")
         self.ranks = Ranks(config.tensor_parallel_size)
         self._end = finalize(self, _end, vars(self), self.ranks)  # by itself if nobody calls `exit`
+        self._end.atexit = False
+        atexit.register(self._end)  # before multiprocessing's own hook, which waits for the processes without end
         with self._guard():
             super().__init__(config, self.ranks.start(config, device))
             self.ranks.wait_for("built")
@@ -68,6 +69,7 @@ class LeadRunner(ModelRunner):
                     super().exit()
             finally:
                 self._end()
+                atexit.unregister(self._end)
 
     def launch(self, batch: Batch) -> PendingIds:
         with _delayed_signals(), self._guard():
@@ -111,7 +113,7 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.failed = self.closed = False
-        self.folder = mkdtemp(prefix="nanovllm-")
+        self.pid, self.folder = os.getpid(), ""
         self.parallel = Parallel(0, size)
         self.watcher = threading.Thread(target=self._watch, daemon=True)
         self.reports: list[tuple[float, type[EngineError], str]] = []
@@ -125,12 +127,15 @@ class Ranks:
         for rank in range(1, size):
             ours, theirs = context.Pipe()
             self.pipes.append(ours)
-            args = (rank, config, device, self.folder, threads, theirs)
+            args = (rank, config, device, threads, theirs)
             process = context.Process(target=serve, args=args, daemon=True)
             process.start()
             self.processes.append(process)
             theirs.close()
         self.wait_for("ready to connect")
+        self.folder = mkdtemp(prefix="nanovllm-")  # not before the ranks are there, who delete it if we are killed
+        for pipe in self.pipes:
+            pipe.send(self.folder)
         errors: list[Exception] = []
 
         def connect() -> None:
@@ -188,7 +193,7 @@ class Ranks:
                         self.reports.append(message)
             if (process.exitcode or 0) < 0:  # by a signal: no report, and nobody else's fault
                 self.reports.append((0.0, EngineError, f"rank {rank} was ended by signal {-process.exitcode}"))
-            elif process.exitcode is not None:
+            elif process.exitcode is not None or process.sentinel not in alive:  # or someone else has reaped it
                 text = f"rank {rank} ended; the main module must be a file with `if __name__ == '__main__':`"
                 self.reports.append((monotonic(), EngineError, text))
         if self.reports:
@@ -199,18 +204,22 @@ class Ranks:
         """End the processes and leave the group."""
         self.closed = True
         for pipe in self.pipes:
+            with suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)  # also where a process that was forked holds the pipe
             pipe.close()
         deadline = monotonic() + (0 if self.failed else EXIT_SECONDS)
         for process in self.processes:
-            process.join(max(0.0, deadline - monotonic()))
-            process.kill()
+            if not wait([process.sentinel], max(0.0, deadline - monotonic())):
+                process.kill()
             process.join()
         self.parallel.leave()
         if self.watcher.is_alive():
             self.watcher.join()
         for process in self.processes:
-            process.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(ValueError):  # "still running": someone else has reaped it
+                process.close()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _obstacle(config: Config, device: torch.device) -> str:
@@ -223,12 +232,17 @@ def _obstacle(config: Config, device: torch.device) -> str:
         return f"so small that each rank has some of the {vocab_size} token ids"
     if device.type == "cuda" and size > torch.cuda.device_count():
         return f"at most {torch.cuda.device_count()}, the number of GPUs"
+    if multiprocessing.current_process().daemon:
+        return "1 in a daemonic process, as those of multiprocessing.Pool are: it may not start others"
     return ""
 
 
 def _end(runner: dict[str, Any], ranks: Ranks) -> None:
-    runner.get("graphs", {}).clear()  # before the communicators they use
-    ranks.close()
+    if ranks.pid != os.getpid():  # a process that was forked has only copies
+        return
+    with _delayed_signals():  # a second Ctrl-C would leave the rest as it is
+        runner.get("graphs", {}).clear()  # before the communicators they use
+        ranks.close()
 
 
 @contextmanager
@@ -238,7 +252,7 @@ def _delayed_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in signal.Signals if callable(handler := signal.getsignal(number))}
     caught: dict[int, Any] = {}
 
     def deliver(number: signal.Signals) -> None:
@@ -254,16 +268,19 @@ def _delayed_signals() -> Iterator[None]:
         yield
 
 
-def serve(rank: int, config: Config, lead_device: torch.device, folder: str, threads: int, pipe: Connection) -> None:
+def serve(rank: int, config: Config, lead_device: torch.device, threads: int, pipe: Connection) -> None:
     """The life of a rank above 0, in its own process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; rank 0 decides
-    threading.Thread(target=_die, args=(folder, None), daemon=True).start()  # with rank 0
+    os.setsid()  # rank 0 decides about signals to its group, as those of a terminal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    folder = ""
     try:
         torch.set_num_threads(threads)
         if lead_device.type == "cuda":
             torch.cuda.set_device((lead_device.index + rank) % torch.cuda.device_count())
         device = pick_device(lead_device.type)
         pipe.send("ready to connect")
+        folder = pipe.recv()
+        threading.Thread(target=_die, args=(folder, True), daemon=True).start()
         parallel = Parallel(rank, config.tensor_parallel_size)
         parallel.connect(device, folder)
         runner = ModelRunner(config, parallel)
@@ -277,15 +294,16 @@ def serve(rank: int, config: Config, lead_device: torch.device, folder: str, thr
     except BaseException as error:
         kind = type(error) if isinstance(error, EngineError) else EngineError
         with suppress(OSError):
-            pipe.send((monotonic(), kind, f"rank {rank} failed:\n{traceback.format_exc()}"))
+            pipe.send((monotonic(), kind, f"rank {rank} failed:\n{traceback.format_exc()[-REPORT_CHARS:]}"))
     _die(folder)
 
 
-def _die(folder: str, parent_seconds: float | None = 0.0) -> None:
-    """End this process at once, after its parent if that ends within so many seconds (`None`: whenever it does)."""
+def _die(folder: str, with_parent: bool = False) -> None:
+    """End this process at once, or `with_parent` when that has ended."""
     if parent := multiprocessing.parent_process():
-        parent.join(parent_seconds)
+        while with_parent and parent.is_alive() and os.getppid() == parent.pid:
+            parent.join(1)  # a process that it has forked keeps `is_alive` true
         # rank 0 needs the folder to its end: a thread of NCCL's looks into the store, and would wait a minute for it
-        if not parent.is_alive():
+        if not parent.is_alive() or os.getppid() != parent.pid:
             shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # at once, whatever a GPU waits for; and the interpreter would take a second
