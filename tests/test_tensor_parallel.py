@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -392,6 +393,20 @@ def test_a_rank_that_is_killed_in_the_middle_of_generate_is_an_error_in_seconds(
     assert time.monotonic() - timer_end(timer) < 10
     if overlap:
         llm.exit()  # but without it as well, everything has ended
+
+
+def test_a_sum_that_never_ends_is_an_error_once_a_rank_has_died() -> None:
+    def wait(timeout: object) -> None:
+        time.sleep(0.05)
+        raise RuntimeError("Operation timed out!")
+
+    work = SimpleNamespace(wait=wait, is_completed=lambda: False)
+    group = parallel.Parallel(0, 2, SimpleNamespace(allreduce=lambda *_: work, name=lambda: "gloo"))
+    threading.Timer(0.2, group.abandon).start()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="timed out"):
+        group.all_reduce(torch.zeros(1))
+    assert time.monotonic() - start > 0.1
 
 
 def timer_end(timer: threading.Timer) -> float:

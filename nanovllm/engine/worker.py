@@ -214,7 +214,7 @@ class Ranks:
             process.join()
         self.parallel.leave()
         if self.watcher.is_alive():
-            self.watcher.join()
+            self.watcher.join(EXIT_SECONDS)  # gloo's group may never end
         for process in self.processes:
             with suppress(ValueError):  # "still running": someone else has reaped it
                 process.close()
@@ -301,6 +301,7 @@ def serve(rank: int, config: Config, lead_device: torch.device, threads: int, pi
 def _die(folder: str, with_parent: bool = False) -> None:
     """End this process at once, or `with_parent` when that has ended."""
     if parent := multiprocessing.parent_process():
+        parent.join(0.1)  # it may be about to end, which has closed the pipe
         while with_parent and parent.is_alive() and os.getppid() == parent.pid:
             parent.join(1)  # a process that it has forked keeps `is_alive` true
         # rank 0 needs the folder to its end: a thread of NCCL's looks into the store, and would wait a minute for it

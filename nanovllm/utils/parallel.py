@@ -68,7 +68,7 @@ class Parallel:
             return x
         options = dist.AllreduceOptions()
         options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, op), False
-        _finish(self.group.allreduce([x], options))
+        self._finish(self.group.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,8 +76,18 @@ class Parallel:
         every = x.new_empty(self.size * x.shape[0], *x.shape[1:])
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
-        _finish(self.group._allgather_base(every, x, options))
+        self._finish(self.group._allgather_base(every, x, options))
         return every.view(self.size, *x.shape)
+
+    def _finish(self, work: Any) -> None:
+        """Wait for `work` of gloo; NCCL has put it on the stream. Gloo does not always notice that a rank has died."""
+        while work is not None:
+            try:
+                work.wait(timedelta(seconds=1))
+                return
+            except RuntimeError:
+                if work.is_completed() or self.group is None:
+                    raise
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of any rank."""
@@ -171,8 +181,3 @@ class PeerSums:
         if self.thread.ident:
             self.thread.join()
         self.memory.free()
-
-
-def _finish(work: Any) -> None:
-    if work is not None:  # NCCL has put it on the stream already
-        work.wait()
