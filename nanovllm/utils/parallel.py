@@ -80,7 +80,7 @@ class Parallel:
         return every.view(self.size, *x.shape)
 
     def _finish(self, work: Any) -> None:
-        """Wait for `work` of gloo; NCCL has put it on the stream. Gloo does not always notice that a rank has died."""
+        """Wait for `work` of gloo, which may wait for ever to send to a rank that has died; NCCL's is on the stream."""
         while work is not None:
             try:
                 work.wait(timedelta(seconds=1))
