@@ -2,7 +2,7 @@
 
 import os
 import signal
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,23 +112,19 @@ class ThroughHost:
     Options = object
 
     def __init__(self, store: Any, rank: int, size: int, _: Any) -> None:
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = timedelta(seconds=60)
-        self.group = gloo(store, rank, size, options)
+        self.group = parallel.gloo_group(store, rank, size)
 
     def name(self) -> str:
         return "gloo"
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         here = tensors[0].cpu() if tensors[0].dtype == torch.int64 else tensors[0].float().cpu()
-        self.group.allreduce([here], options).wait()
+        self.group.allreduce([here], options).wait(parallel.CONNECT_TIMEOUT)
         tensors[0].copy_(here)
 
     def _allgather_base(self, every: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
         here = every.cpu()
-        self.group._allgather_base(here, mine.cpu(), options).wait()
+        self.group._allgather_base(here, mine.cpu(), options).wait(parallel.CONNECT_TIMEOUT)
         every.copy_(here)
 
 
@@ -143,7 +139,11 @@ def call_on_one_gpu(name: str, *args: Any) -> None:
         call(name, *args)
 
 
+def share_one_gpu(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    patch(dist, "ProcessGroupNCCL", ThroughHost)
+    patch(peer_memory.PeerMemory, "_call", staticmethod(call_on_one_gpu))
+
+
 def serve_on_one_gpu(*args: Any) -> None:
-    dist.ProcessGroupNCCL = ThroughHost  # type: ignore[misc,assignment]
-    peer_memory.PeerMemory._call = staticmethod(call_on_one_gpu)  # type: ignore[method-assign,assignment]
+    share_one_gpu()
     worker.serve(*args)

@@ -41,6 +41,7 @@ EXIT_SECONDS = 5.0
 BLAME_SECONDS = 2.0
 # Of the traceback of a rank: a longer one might not fit into the pipe while rank 0 waits for something else.
 REPORT_CHARS = 20_000
+_SIGNALS = tuple(signal.Signals)  # each step goes through them, and an enumeration is slow to go through
 
 
 class LeadRunner(ModelRunner):
@@ -218,8 +219,7 @@ class Ranks:
         for process in self.processes:
             with suppress(ValueError):  # "still running": someone else has reaped it
                 process.close()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _obstacle(config: Config, device: torch.device) -> str:
@@ -252,7 +252,7 @@ def _delayed_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: handler for number in signal.Signals if callable(handler := signal.getsignal(number))}
+    handlers = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
     caught: dict[int, Any] = {}
 
     def deliver(number: signal.Signals) -> None:

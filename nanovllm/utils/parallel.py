@@ -55,12 +55,7 @@ class Parallel:
             with suppress(OSError):
                 self.sums = PeerSums(PeerMemory(HEAD_BYTES + 3 * PEER_BYTES, self.rank, devices, folder, agree), agree)
             return
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        options._timeout = CONNECT_TIMEOUT
-        self.group = gloo(store, self.rank, self.size, options)
-        self.group._set_default_timeout(timedelta(days=365))  # a peer that dies closes its connections
+        self.group = gloo_group(store, self.rank, self.size)
 
     def all_reduce(self, x: torch.Tensor, op: str = "SUM") -> torch.Tensor:
         """Sum of `x` over the ranks, in place."""
@@ -111,6 +106,17 @@ class Parallel:
         if self.sums:
             self.sums.free()
             self.sums = None
+
+
+def gloo_group(store: dist.Store, rank: int, size: int) -> Any:
+    """A group over the loopback interface, whose collectives wait as long as it takes."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = CONNECT_TIMEOUT
+    group = gloo(store, rank, size, options)
+    group._set_default_timeout(timedelta(days=365))  # a peer that dies closes its connections
+    return group
 
 
 class PeerSums:

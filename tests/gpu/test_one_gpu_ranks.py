@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import rank_faults
@@ -20,7 +19,6 @@ from checkpoints import save_random_qwen3
 
 from nanovllm import LLM, EngineError, SamplingParams
 from nanovllm.engine import worker
-from nanovllm.utils import peer_memory
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["answers"]
 PROMPTS = [answer["prompt_token_ids"] for answer in GOLDEN]
@@ -30,8 +28,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=300)
 
 @pytest.fixture(autouse=True)
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", rank_faults.ThroughHost)
-    monkeypatch.setattr(peer_memory.PeerMemory, "_call", staticmethod(rank_faults.call_on_one_gpu))
+    rank_faults.share_one_gpu(monkeypatch.setattr)
     monkeypatch.setattr(worker, "_obstacle", lambda *_: "")
     monkeypatch.setattr(worker, "serve", rank_faults.serve_on_one_gpu)
 
